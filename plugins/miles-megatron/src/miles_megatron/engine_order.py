@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from miles_local.products import ROWS, linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +25,12 @@ QUERIES = 256
 class EngineOrder(TorchFunctionMode):
     """Inside, products of rows with a matrix and attention have the local engine's bits. Gradients are as ever."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        from miles_local import products  # who runs with it has that engine
+
+        self._products = products
+
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answer a call of torch's; other modes and subclasses see what it is answered with."""
         kwargs = kwargs or {}
@@ -33,16 +38,15 @@ class EngineOrder(TorchFunctionMode):
             return _attended(*args, **kwargs)
         if func in (torch.matmul, torch.mm, F.linear) and len(args) == 2 and not kwargs and args[1].dim() == 2:
             x, weight = args
-            return _product(x, weight if func is F.linear else weight.t())
+            return self._product(x, weight if func is F.linear else weight.t())
         return func(*args, **kwargs)
 
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[..., in], [out, in] -> [..., out], with whole kernels of rows and of outputs."""
-    rows, out = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    count = len(rows)
-    rows, weight = F.pad(rows, (0, 0, 0, -count % ROWS)), F.pad(weight, (0, 0, 0, -out % ROWS))
-    return linear(rows, weight)[:count, :out].unflatten(0, x.shape[:-1])
+    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., in], [out, in] -> [..., out], with whole kernels of rows and of outputs."""
+        rows, out, unit = x.reshape(-1, x.shape[-1]), weight.shape[0], self._products.ROWS
+        count = len(rows)
+        rows, weight = F.pad(rows, (0, 0, 0, -count % unit)), F.pad(weight, (0, 0, 0, -out % unit))
+        return self._products.linear(rows, weight)[:count, :out].unflatten(0, x.shape[:-1])
 
 
 def _attended(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
