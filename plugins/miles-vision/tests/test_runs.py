@@ -67,8 +67,9 @@ def test_a_row_whose_image_is_damaged_is_dropped_and_counted_and_the_run_goes_on
 
 
 @pytest.mark.full
-def test_demonstrations_train_the_tower_as_well(checkpoint):
-    """An answer of a row's own behind the tokens of its images; the loss falls, and weights of the tower move."""
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_demonstrations_train_the_tower_unless_it_is_frozen(checkpoint, frozen):
+    """An answer of a row's own behind the tokens of its images; the loss falls either way."""
     import torch
     from safetensors.torch import load_file
 
@@ -76,14 +77,16 @@ def test_demonstrations_train_the_tower_as_well(checkpoint):
     supervised = {"rollout.generate": "sft", "algorithm.loss_type": "sft_loss", "algorithm.advantage_estimator": "sft",
                   "rollout.n_samples_per_prompt": 1, "algorithm.skip_actor_forward_only": True, "optimizer.lr": 1e-2}
     out = folder / "trained"
+    freezing = ["--plugin", "param-groups", "--freeze-params-name-list", "visual"] if frozen else []
     run = toy_run(["fsdp", "vision", "sft"], steps=4, checkpoint=folder, options=OPTIONS | supervised,
-                  flags=[*FLAGS, "--save-hf", str(out), "--save", str(folder / "saved")])
+                  flags=[*FLAGS, "--save-hf", str(out), "--save", str(folder / "saved"), *freezing])
     losses = [one["train/loss"] for one in run.metrics]
     assert losses[-1] < losses[0]
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
-    tower = [name for name in before if "visual" in name]
-    assert tower and not all(torch.equal(before[name], after[name]) for name in tower)
+    unmoved = {name for name in before if torch.equal(before[name], after[name])}
+    tower = {name for name in before if "visual" in name}
+    assert tower and (unmoved == tower if frozen else not tower <= unmoved)
     assert (out / "preprocessor_config.json").is_file()
 
 
