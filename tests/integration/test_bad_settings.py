@@ -45,7 +45,7 @@ def test_the_run_directory_of_a_refused_plan_takes_the_run_that_was_meant(place)
      "rollout.rm_type (--rm-type): ... the reward 'digit' ... did you mean 'digits'? [part-not-enabled]"),
     (["--advantage-estimator", "grop"], "the advantage 'grop' ... did you mean 'grpo'? [part-not-enabled]"),
     (["--engine", "sglang"], "SGLang is not installed in this Python"),
-    (["--engine", "vllm"], "the engine 'vllm' (got offered: local, sglang) ... [part-not-enabled]"),
+    (["--engine", "lmdeploy"], "the engine 'lmdeploy' (got offered: local, sglang) ... [part-not-enabled]"),
     (["--tensorboard.dir", "x"], "--tensorboard.dir belongs to plugin 'tensorboard', which is not enabled"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_flags(place, flags, words):

@@ -145,9 +145,43 @@ def test_the_flags_of_a_router(tmp_path):
     assert fields["policy"].also == ("--routing",) and fields["policy"].help == "How. Why."
 
 
+def test_fields_of_composed_classes_and_those_with_more_beside_their_help_are_read(tmp_path):
+    """Since 0.5.20 ServerArgs is put together from classes; one annotation may say more than a help text."""
+    folder = tmp_path / "arg_groups" / "fields"
+    folder.mkdir(parents=True)
+    (folder.parent / "choices.py").write_text('KINDS = ["a", "b"]\n')
+    (folder / "model.py").write_text("""
+MANY = 3
+
+class Model(msgspec.Struct):
+    _NS_PATH = "model"
+    model_path: A[str, Arg(help="The model.", aliases=["--model"])]
+    kind: A[Optional[str], Arg(help="Which.", choices=KINDS), Derived(fallback="a")] = None
+    many: A[int, NS("model"), "How many."] = MANY
+""")
+    fields, _ = read(tmp_path, "class ServerArgs:\n    def add_cli_args(parser):\n        pass\n", source.server_args)
+    seen = {name: (field.type, field.default, field.flag) for name, field in fields.items()}
+    assert seen == {"model_path": ("str", None, "--model-path"), "many": ("int", 3, "--many"),
+                    "kind": ("Literal['a', 'b'] | None", None, "--kind")}
+    assert fields["kind"].help == "Which." and fields["many"].help == "How many."
+
+
+def test_a_flag_whose_second_spelling_is_the_field_is_read(tmp_path):
+    """Up to 0.5.12 fields are plain, and add_cli_args has all flags."""
+    fields, _ = read(tmp_path, """
+class ServerArgs:
+    tp_size: int = 1
+
+    def add_cli_args(parser):
+        parser.add_argument("--tensor-parallel-size", "--tp-size", type=int, default=ServerArgs.tp_size, help="GPUs.")
+""", source.server_args)
+    assert (fields["tp_size"].flag, fields["tp_size"].also) == ("--tensor-parallel-size", ("--tp-size",))
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("class Other:\n    pass\n", "there is no class ServerArgs"),
-    ("class ServerArgs:\n    pass\n", "has no method add_cli_args"), ("class ServerArgs(:\n", "cannot be read"),
+    ("class ServerArgs:\n    word: str = 'a'\n", "has no method add_cli_args"),
+    ("class ServerArgs(:\n", "cannot be read"), ("class ServerArgs:\n    pass\n", "declares no arguments"),
 ])
 def test_a_source_of_another_shape_is_named_with_its_file(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:

@@ -10,6 +10,7 @@ full forward to rounding.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import re
@@ -289,7 +290,8 @@ class ModuleDecoder(BaseDecoder):
         cache = _Rows(positions, width, store, states or States(None, len(tokens)))
         more = {"position_ids": positions} | {name: one.to(self.device) for name, one in (more or {}).items()}
         with _building:
-            return weights(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **more).logits
+            return weights(input_ids=tokens, use_cache=True, logits_to_keep=1, **more,
+                           **{_cache_word(type(weights)): cache}).logits
 
     def _load(self, state: dict[str, torch.Tensor]) -> PreTrainedModel:
         """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
@@ -352,6 +354,12 @@ class ModuleDecoder(BaseDecoder):
             fed = torch.tensor([ids[-back] for ids in _PROBES])
             got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
         return max(float((a - b).abs().max() / b.std()) for a, b in zip(got, expected, strict=True))
+
+
+@functools.cache
+def _cache_word(module: type[PreTrainedModel]) -> str:
+    """What an architecture's forward calls the cache; transformers 5.24 renamed it in most."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def _attend_by(module: PreTrainedModel, name: str) -> None:

@@ -28,29 +28,47 @@ ARITHMETIC = {ast.Mult: operator.mul, ast.Pow: operator.pow, ast.Add: operator.a
 def server_args(file: Path) -> tuple[dict[str, Field], dict[str, list]]:
     """The fields of ServerArgs that a flag can express, and the old flags that stand for one value of a field.
 
-    A field is declared as `name: A[type, "help" or Arg(...)] = default`; add_cli_args has the flags of the few that
-    are not, and those of earlier versions.
+    A field is declared as `name: A[type, "help" or Arg(...)] = default`, in ServerArgs or, since 0.5.20, in a class of
+    arg_groups/fields; add_cli_args has the flags of the few that are not, of all in early versions, and old ones.
+
+    Raises:
+        ConfigError: there are no fields where these versions have them.
     """
     tree = _parse(file)
     constants, kind = _constants(tree), _class(tree, "ServerArgs", file)
     fields: dict[str, Field] = {}
     hidden: dict[str, Field] = {}
-    for node in kind.body:
+    for node, known in [*((node, constants) for node in kind.body), *_composed(file.parent / "arg_groups", constants)]:
         if isinstance(node, ast.AnnAssign):
-            field, shown = _declared(node, constants)
+            field, shown = _declared(node, known)
             if field is not None:
                 (fields if shown else hidden)[field.name] = field
+    if not fields and not hidden:
+        raise ConfigError("ServerArgs declares no arguments where Miles looks for them", who=str(file),
+                          fix="install sglang 0.5.16", code="server-arguments-unreadable")
     old: dict[str, list] = {}
     for call, keywords in _add_argument_calls(_method(kind, "add_cli_args", file)):
-        flag = _flag(call.args[0])
-        name = _evaluate(keywords["dest"], constants) if "dest" in keywords else flag[2:].replace("-", "_")
+        flag, *more = map(_flag, call.args)
+        names = [word[2:].replace("-", "_") for word in (flag, *more)]
+        names = [_evaluate(keywords["dest"], constants)] if "dest" in keywords else names
+        name = next((one for one in names if one in hidden), names[0])
         if name in hidden:
-            fields[name] = replace(hidden.pop(name), flag=flag, help=_help(keywords.get("help")))
+            fields[name] = replace(hidden.pop(name), flag=flag, also=tuple(more), help=_help(keywords.get("help")))
         elif name in fields and "const_value" in keywords:
             old[flag] = [name, _word(keywords["const_value"])]
         elif name in fields and "new_flag" in keywords:
             fields[name] = replace(fields[name], also=(*fields[name].also, flag))
     return fields, old
+
+
+def _composed(groups: Path, constants: Mapping[str, object]) -> Iterator[tuple[ast.stmt, Mapping[str, object]]]:
+    """Declarations of arg_groups/fields, each with the names for plain data that it may refer to."""
+    choices = groups / "choices.py"
+    shared = _constants(_parse(choices)) if choices.is_file() else {}
+    for path in sorted(groups.glob("fields/*.py")):
+        tree = _parse(path)
+        known = {**constants, **shared, **_constants(tree)}
+        yield from ((node, known) for kind in tree.body if isinstance(kind, ast.ClassDef) for node in kind.body)
 
 
 def router_args(file: Path) -> tuple[dict[str, Field], dict[str, list]]:
@@ -93,9 +111,10 @@ def _declared(node: ast.AnnAssign, constants: Mapping[str, object]) -> tuple[Fie
     name, annotation, keywords = node.target.id, node.annotation, {}
     shown = isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A"
     if shown:
-        annotation, about = annotation.slice.elts
-        call = isinstance(about, ast.Call)
-        keywords = {keyword.arg: keyword.value for keyword in about.keywords} if call else {"help": about}
+        annotation, *about = annotation.slice.elts
+        described = [one for one in about if not isinstance(one, ast.Call) or ast.unparse(one.func) == "Arg"]
+        for one in described:
+            keywords |= {word.arg: word.value for word in one.keywords} if isinstance(one, ast.Call) else {"help": one}
         shown = "no_cli" not in keywords
     parser = ast.unparse(keywords["type_parser"]) if "type_parser" in keywords else ""
     several = "nargs" in keywords and _evaluate(keywords["nargs"], constants) != "?" or "action_kwargs" in keywords
