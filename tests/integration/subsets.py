@@ -217,7 +217,7 @@ def declared(said: str, plugins: Sequence[str], who: str | None = None) -> str:
         for word in one.requires:
             if f"{one.name!r} requires {word!r}" in said:
                 return f"{one.name} requires {word}"
-    stating = next(filter(None, (look(said, stated) for look in (_kept, _compared, _owned, _implied))), "")
+    stating = next(filter(None, (look(said, stated) for look in (_kept, _compared, _understood, _owned, _implied))), "")
     return stating or _refused(who or "", said, stated)
 
 
@@ -233,6 +233,12 @@ def _compared(said: str, stated: Sequence[Manifest]) -> str:
     found = re.search(r"(\w+) compares the answers to one prompt", said)
     who = [one.name for one in stated if found and f"compares:{found[1]}" in one.provides]
     return f"{who[0]} provides compares:{found[1]}" if who else ""
+
+
+def _understood(said: str, stated: Sequence[Manifest]) -> str:
+    found = re.search(r"the weight sync '(.+?)' does not support the engine", said)
+    who = [one.name for one in stated for word in one.provides if found and word.startswith(f"weight_sync:{found[1]}:")]
+    return f"{who[0]} states what engine its weight sync {found[1]} needs" if who else ""
 
 
 def _owned(said: str, stated: Sequence[Manifest]) -> str:
