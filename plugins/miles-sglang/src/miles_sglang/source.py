@@ -45,7 +45,7 @@ def server_args(file: Path) -> tuple[dict[str, Field], dict[str, list]]:
                 (fields if shown else hidden)[field.name] = field
     if not fields and not hidden:
         raise ConfigError("ServerArgs declares no arguments where Miles looks for them", who=str(file),
-                          fix="install sglang 0.5.16", code="server-arguments-unreadable")
+                          fix="install sglang 0.5.16", code="server-arguments-missing")
     old: dict[str, list] = {}
     for call, keywords in _add_argument_calls(_method(kind, "add_cli_args", file)):
         flag, *more = map(_flag, call.args)
