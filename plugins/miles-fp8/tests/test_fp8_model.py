@@ -14,7 +14,7 @@ from fp8_reference import E4M3, E5M2, rounded
 from miles_fp8.emulate import Emulation, emulate
 from miles_fp8.recipe import RECIPES, ROWS, WEIGHTS
 from miles_megatron.testing.parity import Case, family_of, packed_logits, random_model
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import Ranks, batches, distance
 
 from miles_core.plugins.plan import prepare
 
@@ -153,12 +153,6 @@ def gradients(tmp_path_factory):
             return made[kind, flags, draw]
 
         yield ask
-
-
-def distance(one, other):
-    """|one - other| / |other| over all tensors together."""
-    off = sum(np.square(one[name] - other[name], dtype=np.float64).sum() for name in other)
-    return float(np.sqrt(off / sum(np.square(grad, dtype=np.float64).sum() for grad in other.values())))
 
 
 TWO = ("--actor-num-gpus-per-node", "2")

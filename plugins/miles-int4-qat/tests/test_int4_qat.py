@@ -16,9 +16,9 @@ from miles_int4_qat.names import check_width, stated
 from miles_int4_qat.quantise import rounded
 from miles_int4_qat.stream import unpacked
 from miles_megatron import cpu
-from miles_megatron.testing.ranks import batches
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.ranks import batches, distance
 from miles_testing.forked import miles
-from safetensors.torch import load_file
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
@@ -67,10 +67,6 @@ def converted(source, out, *flags):
     finally:
         cpu.leave()  # the command's process would end here
     return json.loads((out / "config.json").read_text())
-
-
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 # ------------------------------------------------------------------------------------------------------- conversion
@@ -253,12 +249,6 @@ def test_it_learns(run):
 def plan():
     """(folder, *flags) -> the plan of a run on it."""
     return lambda folder, *flags: prepare(None, ["--hf-checkpoint", str(folder), *RUN, *map(str, flags)])
-
-
-def distance(found, expected):
-    """|g - g1| / |g1| over all tensors together."""
-    off = sum(np.square(found[name] - expected[name], dtype=np.float64).sum() for name in expected)
-    return float(np.sqrt(off / sum(np.square(tensor, dtype=np.float64).sum() for tensor in expected.values())))
 
 
 PLAIN = ("--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)

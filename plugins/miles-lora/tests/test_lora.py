@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from miles_lora.attach import one_by_one
-from miles_megatron.testing.ranks import batches
+from miles_megatron.testing.ranks import batches, distance
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.xdist_group("lora")  # one worker: the processes are started once
@@ -45,12 +45,6 @@ def split(tensors):
     """(adapters, all else) of tensors by name."""
     ours = {name: one for name, one in tensors.items() if ".lora_" in name}
     return ours, {name: one for name, one in tensors.items() if name not in ours}
-
-
-def distance(one, other):
-    """|g - g1| / |g1| over all tensors together."""
-    off = sum(np.square(one[name] - other[name], dtype=np.float64).sum() for name in other)
-    return float(np.sqrt(off / sum(np.square(other[name], dtype=np.float64).sum() for name in other)))
 
 
 def column(found, name):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import batches
+from miles_megatron.testing.ranks import batches, distance
 from miles_mtp.plugin import Mtp, MtpOptions
 from safetensors.torch import load_file, save_file
 
@@ -101,12 +101,6 @@ SP = ("--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--sequ
 
 def names_of(folder):
     return load_file(folder / "drafts.safetensors").keys()
-
-
-def distance(one, other, names):
-    """|g - g1| / |g1| over the named tensors together."""
-    off = sum(np.square(one[name] - other[name], dtype=np.float64).sum() for name in names)
-    return float(np.sqrt(off / sum(np.square(other[name], dtype=np.float64).sum() for name in names)))
 
 
 class Reference:

@@ -10,21 +10,17 @@ import torch
 from miles_megatron import cpu, model, weights
 from miles_megatron.mxfp4 import dequantised
 from miles_megatron.packed_layout import packed_rows
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import LENGTHS, cases, family_of, random_model
-from miles_testing.forked import miles
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from miles_core.errors import ConfigError
-from miles_core.record.events import read
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"
 CASES = cases(Path(__file__).with_name("parity.toml"))
 WORDS = {"vocab_size": 264, "num_hidden_layers": 2, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
-
-
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +80,7 @@ def test_a_release_becomes_plain_by_conversion(rounded, convert, tmp_path):
 @pytest.mark.full
 def test_a_run_needs_nothing_but_the_checkpoint(folder, tmp_path):
     """The engine decodes what the trainer trains; the routes of its experts are replayed; every part of it moves."""
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2",
-                     "--use-rollout-routing-replay", "--entropy-coef", "0.01"], tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, _ = demo_run(ROOT, folder, tmp_path, "--use-rollout-routing-replay", "--entropy-coef", "0.01")
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import cases, random_model
-from miles_testing.forked import miles
-from safetensors.torch import load_file
-
-from miles_core.record.events import read
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"
@@ -19,9 +17,6 @@ FAMILIES = {case.family: case for case in cases(Path(__file__).with_name("parity
 NEW = ("smollm3", "granite", "phi3", "olmo2", "olmo3", "llama4", "ministral", "ministral3", "mistral3", "mistral4")
 ROUTED = {"mistral3", "mistral4"}
 SEEING = ("vision_model.", "vision_tower.", "multi_modal_projector.")
-RUN = ("--no-live", "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-       "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100", "--eval-prompt-data",
-       "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2", "--entropy-coef", "0.01")  # fmt: skip
 
 
 def checkpoint(family, folder):
@@ -36,26 +31,13 @@ def checkpoint(family, folder):
     return folder
 
 
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def differences(outcome, folder):
-    """Largest difference of a log-prob between engine and trainer, of each step."""
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(folder / "run" / "events.jsonl") if event["event"] == "metrics"]
-    key = "train/train_rollout_logprob_abs_diff_max"
-    return [one[key] for one in metrics if key in one]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("family", NEW)
 def test_a_run_needs_nothing_but_the_checkpoint(family, tmp_path):
     """The engine decodes what the trainer trains; every tensor of text moves, and is exported under its name."""
     folder = checkpoint(family, tmp_path / "model")
     replay = ["--use-rollout-routing-replay"] if family in ROUTED else []
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--hf-checkpoint", str(folder), *RUN, *replay], tmp_path)
-    found = differences(outcome, tmp_path)
+    found = demo_run(ROOT, folder, tmp_path, "--entropy-coef", "0.01", *replay).differences
     assert len(found) == 2 and max(found) <= 2e-5
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
     assert before.keys() == after.keys()
@@ -67,10 +49,8 @@ def test_a_run_needs_nothing_but_the_checkpoint(family, tmp_path):
 def test_adapters_of_one_tensor_of_queries_keys_and_values(tmp_path):
     """The engine, which gets them merged, computes what trains."""
     folder = checkpoint("phi3", tmp_path / "model")
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--hf-checkpoint", str(folder), *RUN, "--plugin", "lora",
-                     "--lora-rank", "4", "--lora-alpha", "8", "--target-modules", "all-linear", "--lr", "0.01"],
-                    tmp_path)  # fmt: skip
-    found = differences(outcome, tmp_path)
+    found = demo_run(ROOT, folder, tmp_path, "--entropy-coef", "0.01", "--plugin", "lora", "--lora-rank", "4",
+                     "--lora-alpha", "8", "--target-modules", "all-linear", "--lr", "0.01").differences
     assert len(found) == 2 and max(found) <= 2e-5
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
     assert not torch.equal(before["model.layers.0.self_attn.qkv_proj.weight"],

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import cases, random_model, save
-from miles_testing.forked import miles
-from safetensors.torch import load_file, save_file
-
-from miles_core.record.events import read
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"
@@ -34,10 +33,6 @@ def checkpoint(folder, family):
     return folder
 
 
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["kimi_k2", "kimi_k25"])
 def test_a_run_needs_nothing_but_the_checkpoint(family, tmp_path):
@@ -45,14 +40,7 @@ def test_a_run_needs_nothing_but_the_checkpoint(family, tmp_path):
     folder = checkpoint(tmp_path / "kimi", family)
     for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
         shutil.copy(file, folder)
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2",
-                     "--use-rollout-routing-replay", "--entropy-coef", "0.01"], tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, _ = demo_run(ROOT, folder, tmp_path, "--use-rollout-routing-replay", "--entropy-coef", "0.01")
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import estimate
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import TINY, Case, random_model
-from miles_megatron.testing.ranks import batches
-from miles_testing.forked import miles
+from miles_megatron.testing.ranks import batches, distance
 from safetensors.torch import load_file, save_file
 
 from miles_core.plugins.plan import prepare
-from miles_core.record.events import read
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"
@@ -52,23 +52,12 @@ def plan(folder, *flags):
     return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
 
 
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("family", [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow)
                                     for name in BIAS])
 def test_a_run_needs_nothing_but_the_checkpoint(checkpoint, tmp_path, family):
     """Two rollouts against a reference; the engine decodes what the trainer trains; the bias stays as it is."""
     folder = checkpoint(family)
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--use-kl-loss", "--kl-loss-coef",
-                     "0.01", "--save-interval", "2"], tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, _ = demo_run(ROOT, folder, tmp_path, "--use-kl-loss", "--kl-loss-coef", "0.01")
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 1e-5 for one in steps)
     assert steps[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6) and steps[0]["train/grad_norm"] > 0
@@ -151,9 +140,7 @@ def test_a_layout_changes_nothing(checkpoint, one, two, layout):
     folder, [batch] = checkpoint(family), batches(1, vocab=VOCAB)
     _, expected = one.gradients(plan(folder, *GRADIENTS), batch)
     _, found = two.gradients(plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *flags), batch)
-    size = sum(np.square(g, dtype=np.float64).sum() for g in expected.values())
-    off = sum(np.square(found[name] - g, dtype=np.float64).sum() for name, g in expected.items())
-    assert (off / size) ** 0.5 < 4e-6
+    assert distance(found, expected) < 4e-6
 
 
 @pytest.mark.parametrize("family", BIAS)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import estimate
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import TINY, Case, cases, random_model
-from miles_megatron.testing.ranks import batches
-from miles_testing.forked import miles
-from safetensors.torch import load_file, save_file
+from miles_megatron.testing.ranks import batches, distance
+from safetensors.torch import save_file
 
 from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.plan import prepare
-from miles_core.record.events import read
 
 pytestmark = pytest.mark.xdist_group("specs-nemotron")
 
@@ -56,22 +56,11 @@ def plan(folder, *flags):
     return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
 
 
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def test_a_run_needs_nothing_but_the_checkpoint(folder, tmp_path):
     """Two rollouts with GRPO and the engine's routes: the engine decodes what the trainer trains, to rounding."""
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--use-kl-loss", "--kl-loss-coef",
-                     "0.01", "--save-interval", "2", "--skip-eval-before-train", "--use-rollout-routing-replay"],
-                    tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    assert "falling back" not in outcome.err, "transformers need not say which kernels it lacks"
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, stderr = demo_run(ROOT, folder, tmp_path, "--use-kl-loss", "--kl-loss-coef", "0.01",
+                             "--skip-eval-before-train", "--use-rollout-routing-replay")
+    assert "falling back" not in stderr, "transformers need not say which kernels it lacks"
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 1e-5 for one in steps)
     assert all(one["train/r3/replayed"] == 1 for one in steps)
@@ -104,9 +93,7 @@ def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     _, cut = two.gradients(plan(folder, *GRADIENTS, *TWO, *LAYOUTS[layout]), batch)
     mixer = [name for name in expected if name.startswith("backbone.layers.0.mixer.")]
     for names, limit in ((expected, 4e-6), (mixer, 1e-5)):
-        size = sum(np.square(expected[name], dtype=np.float64).sum() for name in names)
-        off = sum(np.square(cut[name] - expected[name], dtype=np.float64).sum() for name in names)
-        assert (off / size) ** 0.5 < limit
+        assert distance(cut, expected, names) < limit
 
 
 @pytest.mark.full

@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.checkpoints import packed_experts
+from miles_megatron.testing.checkpoints import packed_experts, tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import TINY, Case, cases, random_model
 from miles_megatron.testing.ranks import batches
-from miles_testing.forked import miles
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from miles_core.errors import ConfigError
 from miles_core.plugins.plan import prepare
-from miles_core.record.events import read
 
 pytestmark = pytest.mark.xdist_group("specs-qwen3next")
 
@@ -51,10 +50,6 @@ def folder(tmp_path_factory):
     return found
 
 
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def plan(folder, *flags):
     return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
 
@@ -62,14 +57,7 @@ def plan(folder, *flags):
 @pytest.mark.full
 def test_a_run_trains_the_text_model_and_carries_the_tower(folder, tmp_path):
     """Two rollouts: the engine decodes what the trainer trains; the export has the checkpoint's names and its tower."""
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2",
-                     "--use-rollout-routing-replay", "--entropy-coef", "0.01"], tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, _ = demo_run(ROOT, folder, tmp_path, "--use-rollout-routing-replay", "--entropy-coef", "0.01")
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
@@ -84,15 +72,8 @@ def test_a_run_trains_the_text_model_and_carries_the_tower(folder, tmp_path):
 @pytest.mark.full
 def test_adapters_are_merged_under_the_names_of_the_files(folder, tmp_path):
     """Of every linear layer: projections of a delta net and packed experts too. The engine computes what trains."""
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2",
-                     "--plugin", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--target-modules", "all-linear",
-                     "--lr", "0.01", "--entropy-coef", "0.01"], tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, _ = demo_run(ROOT, folder, tmp_path, "--plugin", "lora", "--lora-rank", "4", "--lora-alpha", "8",
+                        "--target-modules", "all-linear", "--lr", "0.01", "--entropy-coef", "0.01")
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")

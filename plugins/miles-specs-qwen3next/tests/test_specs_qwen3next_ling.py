@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.checkpoints import tensors
+from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import TINY, Case, cases, model_parity, random_model
-from miles_megatron.testing.ranks import batches
+from miles_megatron.testing.ranks import batches, distance
 from miles_specs_qwen3next import mixer
-from miles_testing.forked import miles
-from safetensors.torch import load_file
 
 from miles_core.errors import ConfigError
 from miles_core.plugins.plan import prepare
-from miles_core.record.events import read
 
 pytestmark = pytest.mark.xdist_group("specs-qwen3next")
 
@@ -44,21 +43,10 @@ def plan(folder, *flags):
     return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
 
 
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.full
 def test_a_run_needs_nothing_but_the_checkpoint(folder, tmp_path):
     """Two rollouts: the engine decodes what is trained, and every part of both mixers trains."""
-    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
-                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
-                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2",
-                     "--use-rollout-routing-replay", "--entropy-coef", "0.01"], tmp_path)  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
-    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    steps, _ = demo_run(ROOT, folder, tmp_path, "--use-rollout-routing-replay", "--entropy-coef", "0.01")
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
@@ -83,9 +71,7 @@ def test_a_layout_changes_nothing(folder, one, two, layout):
     _, got = two.gradients(plan(folder, *GRADIENTS, *TWO, *LAYOUTS[layout]), batch)
     mixers = [name for name in expected if ".attention." in name and not name.endswith(("A_log", "dt_bias"))]
     for names, limit in ((expected, 4e-6), (mixers, 1e-5), (["model.layers.1.attention.g_proj.weight"], 1e-5)):
-        size = sum(np.square(expected[name], dtype=np.float64).sum() for name in names)
-        off = sum(np.square(got[name] - expected[name], dtype=np.float64).sum() for name in names)
-        assert (off / size) ** 0.5 < limit
+        assert distance(got, expected, names) < limit
 
 
 @pytest.mark.full

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +180,14 @@ class OffloadedBetweenCalls:
     def models(self) -> Any:
         self._trainer.onload(["weights"])  # all that a stream of them needs
         return self._trainer.models
+
+
+def distance(tensors: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray],
+             names: Iterable[str] | None = None) -> float:
+    """|tensors - expected| / |expected|, Euclidean over the named ones together, by default over all of `expected`."""
+    chosen = list(expected if names is None else names)
+    off = sum(np.square(tensors[name] - expected[name], dtype=np.float64).sum() for name in chosen)
+    return float(np.sqrt(off / sum(np.square(expected[name], dtype=np.float64).sum() for name in chosen)))
 
 
 def batches(count: int, *, groups: int = 4, samples: int = 4, vocab: int = 256, seed: int = 0) -> list[Batch]:

@@ -17,7 +17,7 @@ from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import BUILT_IN
 from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model, save
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import Ranks, batches, distance
 
 CUTS = {
     "TP2 + SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
@@ -35,8 +35,6 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-siz
 
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
     """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
-    import numpy as np
-
     from miles_megatron.hashes import tensor_hashes
 
     saved = tensor_hashes(save(random_model(case), case, folder).items())
@@ -44,13 +42,11 @@ def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator
     name = builder(case.family)[0].manifest.name
     argv = ["--hf-checkpoint", str(folder), *RUN, *([] if name in BUILT_IN else ["--plugin", name])]
     _, expected = one.gradients(prepare(None, argv), batch)
-    size = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
     sparse = any(case.text.get(name) for name in NAMES["experts"][0])
     for layout, flags in CUTS.items():
         if layout == "EP2" and not sparse:
             continue
         plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags, *case.flags])
         sharded = two.ask("gradients", list(plan.selected), plan.config, batch)
-        off = sum(np.square(sharded["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
-        yield Cut(case, layout, float(np.sqrt(off) / size), sharded["hashes"].items() <= saved.items()
+        yield Cut(case, layout, distance(sharded["gradients"], expected), sharded["hashes"].items() <= saved.items()
                   and sharded["hashes"].keys() == expected.keys())
