@@ -63,7 +63,8 @@ class Models:
             self.modules[name] = self.actor if self._is_base(model) else self._made(name, model)
         steps = (config.rollout.num_rollout or 1) * (config.rollout.num_steps_per_rollout or 1)
         self.trained = {
-            name: Trained(name, self.modules[name], replace(config.optimizer, **cast("Any", model.optimizer)), steps)
+            name: Trained(name, self.modules[name], replace(config.optimizer, **cast("Any", model.optimizer)),
+                          options, steps)
             for name, model in {ACTOR: actor, **declared}.items() if model.trainable}
 
     @property
