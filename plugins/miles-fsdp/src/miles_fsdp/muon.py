@@ -73,13 +73,13 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], options: FsdpOptions, **adamw: Any):
         super().__init__([dict(group) for group in groups], **adamw)
-        self._options = options
+        self._options, self._precision = options, options.muon_fp32_matmul_prec or "highest"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Every rank calls it."""
         every, before = self.param_groups, torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self._options.muon_fp32_matmul_prec)
+        torch.set_float32_matmul_precision(self._precision)
         try:
             for group in every:
                 if OUTPUTS in group:
@@ -126,8 +126,8 @@ class Muon(torch.optim.AdamW):
         return [part.view_as(one).to(one.device) for part, one in zip(back.split(theirs), momenta, strict=False)]
 
     def _orthogonalized(self, matrices: torch.Tensor) -> torch.Tensor:
-        low = self._options.muon_fp32_matmul_prec == "medium"
-        return orthogonalized(matrices, self._options.muon_num_ns_steps, torch.bfloat16 if low else torch.float32)
+        dtype = torch.bfloat16 if self._precision == "medium" else torch.float32
+        return orthogonalized(matrices, self._options.muon_num_ns_steps, dtype)
 
 
 def _together(parameters: Sequence[DTensor]) -> Iterator[Sequence[DTensor]]:

@@ -47,9 +47,9 @@ class FsdpOptions:
     muon_extra_scale_factor: float = option(
         1.0, "A further factor; with spectral and 0.2 a matrix moves about as far as by AdamW.",
         flags=("--muon-extra-scale-factor",))
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = option(
-        "medium", "Precision of the Newton-Schulz steps: bfloat16, TF32 where the GPU has it, or float32.",
-        flags=("--muon-fp32-matmul-prec",))
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = option(
+        None, "Newton-Schulz steps in bfloat16, in TF32 where the GPU has it, or in float32; default: medium where the "
+        "run is in bfloat16, else highest.", flags=("--muon-fp32-matmul-prec",))
 
 
 class Fsdp:
