@@ -198,6 +198,18 @@ def test_parameters_have_rates_of_their_own_and_stay_where_they_are_frozen(plan,
     assert once["steps"][0]["train/lr-pg_1"] == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_answers_of_large_advantage_become_likelier(plan, ranks, optimizer):
+    """Of one batch, over four steps on it."""
+    def likely(*flags):
+        samples = ranks(1).train(plan("--optimizer", optimizer, *flags), batches(1) * 3)["batch"].samples
+        return np.mean([np.sum(one.columns["advantages"] * one.columns["log_probs"]) for one in samples])
+
+    before, after = likely("--lr", 0), likely()
+    print(f"{optimizer} {before:.3f} -> {after:.3f}")
+    assert after > before + 2
+
+
 def test_the_trainer_keeps_its_contract():
     trainer_contract("fsdp", plugins=["fsdp"], options={"perf.trainer": "fsdp", "optimizer.optimizer": "muon"})
 
