@@ -131,7 +131,7 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
 
 def _unreadable(where: Path, error: BaseException) -> CheckpointError:
     return CheckpointError("the checkpoint cannot be read, or is of another model", code="fsdp-checkpoint-unreadable",
-                           got=str(error).strip().split("\n")[0], who=str(where),
+                           got=str(error).strip().split("\n")[-1].strip(), who=str(where),
                            fix="take an earlier one, or start anew without --load")
 
 

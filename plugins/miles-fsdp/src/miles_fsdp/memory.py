@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from miles_core.config.tables import RunConfig
 from miles_fsdp.plugin import FsdpOptions
 
 GIB = 2**30
-MASTER, GRADIENT, MOMENTS = 4, 4, 8
-"""Bytes of a parameter: float32 weight and gradient, and AdamW's two moments."""
+MASTER, GRADIENT, MOMENT = 4, 4, 4
+"""Bytes of a parameter in float32; AdamW has two moments, and Muon one."""
+LAYER = re.compile(r"\.\d+\.")
+"""In the names of what belongs to one of several layers; embeddings, output layers and value heads have no number."""
 
 
 def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False) -> Iterator[tuple[str, str]]:
@@ -29,28 +32,38 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False) -> I
     yield "batch arithmetic", f"micro-batches of {size}, the same number on each rank"
     shared = f", {context} share the rows of a sample" if (context := options.context_parallel_size) > 1 else ""
     yield "layout", f"{ranks} trainer rank{'s' * (ranks > 1)} (fsdp){shared}, {'bfloat16' if perf.bf16 else 'float32'}"
-    if (count := parameters(Path(str(config.checkpoint.hf_checkpoint)))) is None:
+    folder = Path(str(config.checkpoint.hf_checkpoint))
+    if (count := parameters(folder)) is None:
         return
+    muon = config.optimizer.optimizer == "muon"
+    moments = 2 * count - (parameters(folder, matrices=True) or 0) * muon
     computed = 2 if perf.bf16 else 4
-    parts = {"frozen weights": computed} if frozen else {
-        "weights": MASTER, "gradients": GRADIENT, "optimizer": MOMENTS}
+    parts = {"frozen weights": count * computed} if frozen else {
+        "weights": count * MASTER, "gradients": count * GRADIENT, "optimizer": moments * MOMENT}
     other = Path(config.checkpoint.load or "", "config.json").is_file()  # the actor begins with other weights
     if config.algorithm.needs_reference and (other or not frozen):
-        parts["reference, in host memory where there is a GPU"] = computed
-    sizes = ", ".join(f"{name} {count * each / ranks / GIB:.2g}" for name, each in parts.items())
+        parts["reference, in host memory where there is a GPU"] = count * computed
+    sizes = ", ".join(f"{name} {size / ranks / GIB:.2g}" for name, size in parts.items())
     where = "host memory" if options.cpu_offload else "each rank"
     if frozen:
-        sizes += f"; {MASTER + GRADIENT + MOMENTS} bytes for each parameter that plugins add, shared among ranks"
+        each = MASTER + GRADIENT + (2 - muon) * MOMENT
+        sizes += f"; {each} bytes for each parameter that plugins add, shared among ranks"
     yield "memory", f"trainer, GiB in {where} beside activations: {sizes}"
 
 
-def parameters(folder: Path) -> int | None:
-    """Numbers in a directory's safetensors files, by their headers; None where there are none."""
+def parameters(folder: Path, *, matrices: bool = False) -> int | None:
+    """Numbers in a directory's safetensors files, by their headers; None where there are none.
+
+    Args:
+        matrices: only what Muon moves, or nearly: the checkpoint may hold experts one by one.
+    """
     files = sorted(folder.glob("*.safetensors"))
-    return sum(map(_numbers, files)) if files else None
+    return sum(_numbers(path, matrices) for path in files) if files else None
 
 
-def _numbers(path: Path) -> int:
+def _numbers(path: Path, matrices: bool) -> int:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    header.pop("__metadata__", None)
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if not matrices or (
+        len(entry["shape"]) in (2, 3) and LAYER.search(name) and not name.endswith("bias")))

@@ -62,8 +62,12 @@ class Models:
         for name, model in declared.items():
             self.modules[name] = self.actor if self._is_base(model) else self._made(name, model)
         steps = (config.rollout.num_rollout or 1) * (config.rollout.num_steps_per_rollout or 1)
+        own = options
+        if config.perf.bf16 and options.muon_fp32_matmul_prec is None:
+            own = replace(options, muon_fp32_matmul_prec="medium")
         self.trained = {
-            name: Trained(name, self.modules[name], replace(config.optimizer, **cast("Any", model.optimizer)), steps)
+            name: Trained(name, self.modules[name], replace(config.optimizer, **cast("Any", model.optimizer)),
+                          own, steps)
             for name, model in {ACTOR: actor, **declared}.items() if model.trainable}
 
     @property

@@ -1,4 +1,4 @@
-"""Gradients to new weights: AdamW over sharded parameters, Megatron's schedules, and clipping."""
+"""Gradients to new weights: AdamW or Muon over sharded parameters, Megatron's schedules, and clipping."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from miles_core.config.tables import Optimizer
 from miles_core.errors import ConfigError, HookError, NonFiniteError
 from miles_core.stages.gradients import Gradients, Piece
+from miles_fsdp.muon import OUTPUTS, Muon, output_axes
+from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 
 
@@ -64,21 +66,24 @@ class Schedule:
         return self.least + left * (self.most - self.least)
 
 
-def adamw(module: torch.nn.Module, options: Optimizer) -> torch.optim.AdamW:
+def optimizer_of(module: torch.nn.Module, options: Optimizer, own: FsdpOptions) -> torch.optim.AdamW:
     """With decoupled weight decay of matrices (arXiv:1711.05101); biases and norms have none.
 
     Parameters with a factor of the learning rate (`lr_mult`) are groups behind the others, the highest rate first.
     """
-    groups: dict[tuple[bool, float, bool], list[torch.nn.Parameter]] = {}
+    axes = output_axes(module) if options.optimizer == "muon" else {}
+    groups: dict[tuple[bool, float, bool, int], list[torch.nn.Parameter]] = {}
     for name, one in module.named_parameters():
         if one.requires_grad:
             factor, plain = getattr(one, "lr_mult", 1.0), one.ndim == 1 or name.endswith(".bias")
-            groups.setdefault((factor != 1.0, -factor, plain), []).append(one)
+            groups.setdefault((factor != 1.0, -factor, plain, axes.get(one, 0)), []).append(one)
     settings: list[dict[str, Any]] = [
-        {"params": groups[own, negative, plain], "weight_decay": 0.0 if plain else options.weight_decay}
-        | ({"lr_mult": -negative} if own else {}) for own, negative, plain in sorted(groups)]
-    return torch.optim.AdamW(settings, lr=options.lr, eps=options.adam_eps,
-                             betas=(options.adam_beta1, options.adam_beta2), fused=True)
+        {"params": groups[apart, negative, plain, axis], "weight_decay": 0.0 if plain else options.weight_decay}
+        | ({"lr_mult": -negative} if apart else {}) | ({OUTPUTS: axis} if axis else {})
+        for apart, negative, plain, axis in sorted(groups)]
+    adam: dict[str, Any] = {"lr": options.lr, "eps": options.adam_eps, "fused": True,
+                            "betas": (options.adam_beta1, options.adam_beta2)}
+    return Muon(settings, own, **adam) if options.optimizer == "muon" else torch.optim.AdamW(settings, **adam)
 
 
 class ShardedGradients:

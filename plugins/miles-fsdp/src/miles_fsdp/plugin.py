@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from miles_core.config import option
 from miles_core.hookspecs import hookimpl
@@ -35,6 +35,21 @@ class FsdpOptions:
     cpu_offload: bool = option(
         False, "Keep parameters, gradients and optimizer state in host memory; the optimizer runs there.",
         flags=("--fsdp-cpu-offload",))
+    muon_momentum: float = option(
+        0.95, "With --optimizer muon: decay of the momentum of matrices.", within=(0, 1), flags=("--muon-momentum",))
+    muon_use_nesterov: bool = option(
+        False, "Orthogonalize what the next momentum would be (Nesterov).", flags=("--muon-use-nesterov",))
+    muon_num_ns_steps: int = option(
+        5, "Newton-Schulz steps that orthogonalize a matrix.", within=(1,), flags=("--muon-num-ns-steps",))
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
+        "spectral", "An orthogonal matrix is multiplied by the root of this: its larger size, outputs / inputs, or the "
+        "latter, at least 1.", flags=("--muon-scale-mode",))
+    muon_extra_scale_factor: float = option(
+        1.0, "A further factor; with spectral and 0.2 a matrix moves about as far as by AdamW.",
+        flags=("--muon-extra-scale-factor",))
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = option(
+        None, "Newton-Schulz steps in bfloat16, in TF32 where the GPU has it, or in float32; default: medium where the "
+        "run is in bfloat16, else highest.", flags=("--muon-fp32-matmul-prec",))
 
 
 class Fsdp:
@@ -51,10 +66,13 @@ class Fsdp:
         """Nothing follows, once what this trainer would leave without effect is refused."""
         from miles_fsdp.refusals import refuse
 
-        if config.perf.trainer == "fsdp":
+        ours, muon = config.perf.trainer == "fsdp", config.optimizer.optimizer == "muon"
+        if ours:
             refuse(config, self._options.context_parallel_size)
-        elif keys := [key for key in config.origin if key.startswith("fsdp.")]:
-            note(f"{', '.join(keys)}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
+        if not ours and (keys := _set(config, "fsdp.")):
+            note(f"{keys}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
+        elif not muon and (keys := _set(config, "fsdp.muon_")):
+            note(f"{keys}: no effect, as the optimizer is {config.optimizer.optimizer} (--optimizer muon)")
         return config
 
     @hookimpl
@@ -78,3 +96,8 @@ class Fsdp:
         from miles_fsdp.trainer import FsdpTrainer
 
         return FsdpTrainer(config, hooks, columns, rank, self._options)
+
+
+def _set(config: RunConfig, prefix: str) -> str:
+    """The options of a prefix that somebody has set."""
+    return ", ".join(key for key in config.origin if key.startswith(prefix))
