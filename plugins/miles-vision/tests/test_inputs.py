@@ -95,6 +95,24 @@ def test_another_image_gives_other_log_probs_and_neighbours_do_not(kind, checkpo
     assert (swapped - together[:first]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_a_tower_has_a_gradient_from_every_micro_batch_and_is_gathered_with_the_whole(kind, checkpoint, vision):
+    """Of zero without an image: ranks that have none then send what the others send. With one it is its own."""
+    plugin = vision(kind)
+    module = CausalModule(read(str(checkpoint(kind)), FsdpOptions(), torch.float32, images=True), Temperature(1.0, 64),
+                          inputs=plugin.forward_inputs)
+    gathered_alone = {id(one) for layer in module.text_layers() for one in layer.parameters()}
+    assert gathered_alone and gathered_alone.isdisjoint(map(id, module.beside_text()))
+    for images in ([], [FILES["red"]]):
+        module.zero_grad()
+        sample = sample_of(plugin.prepare_prompt(asked(images)), [65, 66, 67])
+        batch = MicroBatch(Columns(), [sample], torch.device("cpu"), ALONE)
+        module(batch, lambda rows: rows.log_probs().sum()).backward()
+        gradients = [one.grad for one in module.beside_text()]
+        assert gradients and all(one is not None for one in gradients)
+        assert any(one.any() for one in gradients) == bool(images)
+
+
 def test_every_image_has_its_tokens_once_and_preparing_again_changes_nothing(vision):
     plugin = vision("qwen2_5_vl")
     prompt = plugin.prepare_prompt(asked([FILES["red"], FILES["wide"]]))

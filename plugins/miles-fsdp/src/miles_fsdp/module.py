@@ -50,10 +50,27 @@ class _Passed(torch.nn.Module):
         return _Output(last_hidden_state=inputs_embeds)
 
 
+class _Reached(torch.autograd.Function):
+    """Rows as they are. Backward, parameters that nothing has come to get a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(one.shape, one.dtype) for one in parameters]  # their memory is given up before backward
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients[0], *(gradients[0].new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
+
+
 class CausalModule(torch.nn.Module):
     """A module from transformers whose forward hands the trained rows' scores to a function.
 
     What needs whole parameters happens in there, since FSDP gathers them around it.
+
+    What lies beside the text model, such as a vision tower, computes where a micro-batch has something to see. What
+    ranks send must not depend on that: it is gathered with the module as a whole, and has a gradient from every
+    micro-batch, if of zero.
 
     Args:
         attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
@@ -72,11 +89,12 @@ class CausalModule(torch.nn.Module):
         if self.packs and attention == PACKED:
             attend_by(model, self.boundaries)
         keep_less(model)
+        self._text = (model if inputs is None else model.get_decoder(),)  # a tuple hides it from torch
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
         head = copy.copy(model)  # the same parameters and code, but for the body
         head._modules = {**model._modules, model.base_model_prefix: _Passed()}
-        self._head = (head,)  # a tuple hides it from torch, to which it would be a second model
+        self._head = (head,)  # torch would take it for a second model
 
     def forward(self, batch: MicroBatch, use: Callable[[Scored], T], around: Around | None = None) -> T:
         """
@@ -88,9 +106,23 @@ class CausalModule(torch.nn.Module):
             return self._hidden(batch)
 
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.own())
+        if seeing := [one for one in self.beside_text() if one.requires_grad]:
+            hidden = cast("torch.Tensor", cast("Any", _Reached).apply(hidden, *seeing))
         index = batch.index[batch.mine] - batch.stretch.start
         return use(Scored(hidden[index], self._logits, batch, self.temperature,
                           None if self.value_head is None else self.value_head.weight))
+
+    def text_layers(self) -> list[torch.nn.Module]:
+        """Blocks that every micro-batch goes through."""
+        text = set(self._text[0].modules())
+        return [layer for layer in _blocks(self.model) if layer in text]
+
+    def beside_text(self) -> list[torch.nn.Parameter]:
+        """Parameters of a body that are not its text model's."""
+        if self._inputs is None:
+            return []
+        text = set(map(id, self._text[0].parameters()))
+        return [one for one in self.model.base_model.parameters() if id(one) not in text]
 
     def pad(self) -> None:
         """Lay samples side by side from now on, and mask what fills them up."""
@@ -161,7 +193,7 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
 
 
 def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool, offload: bool) -> None:
-    """Shard a module in place, a unit for each layer.
+    """Shard a module in place, a unit for each layer of text.
 
     Gradients are sums over ranks and not means, because the loss has divided already (miles_core/stages/loss.py).
 
@@ -175,9 +207,10 @@ def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool
     shape: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": policy, "reshard_after_forward": True,
                              "offload_policy": CPUOffloadPolicy() if to_host else OffloadPolicy()}
     factors = {name: one.lr_mult for name, one in module.named_parameters() if hasattr(one, "lr_mult")}
-    for layer in _layers(module.model):
-        if options.gradient_checkpointing:
+    if options.gradient_checkpointing:
+        for layer in _blocks(module.model):
             checkpoint(layer)
+    for layer in module.text_layers():
         fully_shard(layer, **shape)
     fully_shard(module, **shape)
     for name, one in module.named_parameters():  # others now, which are parts of those before
@@ -205,7 +238,7 @@ def check_shared(module: CausalModule, size: int) -> None:
                           "another attention, is trained without it")
 
 
-def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+def _blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Blocks that transformers does not split over devices, outermost first."""
     whole = set(model._no_split_modules or ())
     blocks = [(name, part) for name, part in model.named_modules() if type(part).__name__ in whole]

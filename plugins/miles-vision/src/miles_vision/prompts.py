@@ -8,7 +8,6 @@ from pathlib import Path
 
 from miles_core.build import load_tokenizer
 from miles_core.config import RunConfig
-from miles_core.config.hardware import trainer_gpus
 from miles_core.config.load import config_json
 from miles_core.errors import DataError
 from miles_core.stages.prompts import render
@@ -37,7 +36,6 @@ class Preparation:
 
     def __init__(self, config: RunConfig, key: str, most: int, store: ImageStore):
         self._config, self._key, self._most, self._store = config, key, most, store
-        self._ranks = trainer_gpus(config)
         self._processor = processor.load(str(config.checkpoint.hf_checkpoint))
         self._tokenizer = load_tokenizer(config)
         self._token = processor.placeholders(config_json(config)[1] or {})[0]
@@ -61,10 +59,6 @@ class Preparation:
             files = [read(source, self._folders, self._most) for source in sources(prompt.metadata.get(self._key))]
         except ImageUnusable as error:
             return Drop(error.reason, f"{where}: {error.detail}")
-        if not files and self._ranks > 1:
-            raise DataError("the row has no image, and several ranks train", code="vision-row-without-image", who=where,
-                            fix="give every row an image, or train on one rank: a tower that computes on some of them "
-                            "alone would wait for the others")
         text = self._text(prompt, where)
         marks = text.count(self._processor.image_token)
         if marks != len(files):

@@ -1,0 +1,109 @@
+"""Six optimizer steps are the same on two ranks and on one, whichever of them have images in their micro-batches.
+
+The trainer's own tolerances: losses to 2e-6, weights to 1e-5. Ranks that wait for one another end with an error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from miles_megatron.testing.ranks import Ranks
+from miles_vision.images import ImageStore, opened
+from miles_vision.processor import expanded, load
+from pictures import picture
+
+from miles_core.plugins.plan import prepare
+from miles_core.types import Batch, Group, Prompt, Sample, Status
+
+# One worker, as the processes are started once; three of them are 19 s of CPU.
+pytestmark = [pytest.mark.xdist_group("vision-ranks"), pytest.mark.full]
+
+LOSS, WEIGHTS = 2e-6, 1e-5
+RUN_FILE = """
+plugins = ["grpo", "vision"]
+[vision]
+multimodal_keys = { image = "pictures" }
+[rollout]
+prompt_data = "data/none.jsonl"
+num_rollout = 3
+rollout_batch_size = 4
+n_samples_per_prompt = 1
+num_steps_per_rollout = 2
+rollout_max_response_len = 20
+rollout_max_context_len = 200
+[perf]
+bf16 = false
+trainer = "fsdp"
+micro_batch_size = 1
+trainer_host = "process"
+trainer_timeout = 30
+[algorithm]
+use_kl_loss = true
+kl_loss_coef = 0.05
+rewards_normalization = false
+[optimizer]
+lr = 5e-4
+weight_decay = 0.1
+adam_eps = 1e-6
+lr_decay_style = "constant"
+"""
+
+
+@pytest.fixture(scope="module")
+def train(checkpoint, tmp_path_factory):
+    """(kind, ranks, images of each prompt, *flags) -> what Ranks.train answers after rollouts of such prompts."""
+    started = {}
+
+    def run(kind, size, images, *flags):
+        if size not in started:
+            started[size] = Ranks(size).__enter__()
+        folder = tmp_path_factory.mktemp("ranks")
+        (folder / "run.toml").write_text(RUN_FILE)
+        plan = prepare(folder / "run.toml", ["--hf-checkpoint", str(checkpoint(kind)), "--actor-num-gpus-per-node",
+                                             str(size), "--vision.image-dir", str(folder / "images"), *flags])
+        return started[size].train(plan, batches(checkpoint(kind), folder / "images", images))
+
+    yield run
+    for ranks in started.values():
+        ranks.__exit__(None, None, None)
+
+
+def batches(model, folder, images):
+    """Three rollouts of four prompts with so many images, and an answer to each."""
+    store, processor, draw = ImageStore(folder), load(str(model)), np.random.default_rng(0)
+
+    def group(uid, count):
+        data = [picture(tuple(int(c) for c in draw.integers(0, 256, 3)), (16 + 8 * n, 16)) for n in range(count)]
+        names = [store.put(one) for one in data]
+        text = f"{f'{processor.image_token}, ' * count}What is {uid}?"
+        ids = expanded(processor, text, list(map(opened, data)), False) if count else tuple(text.encode())
+        prompt = Prompt(uid, uid, text, ids, metadata={"image_files": names})
+        return Group(prompt, [sample(prompt)])
+
+    def sample(prompt):
+        length = int(draw.integers(1, 20))
+        columns = {"tokens": np.array([*prompt.token_ids, *draw.integers(0, 256, length)], np.int32),
+                   "loss_mask": np.ones(length, np.uint8), "versions": np.ones(length, np.int32),
+                   "rollout_log_probs": -draw.random(length).astype(np.float32) * 6}
+        return Sample(prompt, 0, columns, length, status=Status.COMPLETED, reward=float(draw.integers(0, 3)))
+
+    return [Batch(i, [group(4 * i + n, count) for n, count in enumerate(rollout)]) for i, rollout in enumerate(images)]
+
+
+MIXED = [[1, 0, 0, 2], [0, 0, 0, 0], [0, 3, 1, 1]]
+"""A step takes two prompts, a rank has one of them: images on either rank, on none for a whole rollout, on both."""
+FROZEN = ("--plugin", "param-groups", "--freeze-params-name-list", "visual")
+
+
+@pytest.mark.parametrize(("kind", "flags"), [
+    ("qwen2_5_vl", ()), ("qwen2_5_vl", FROZEN), ("qwen3_vl", ()), ("gemma3", ()),
+], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3"])
+def test_ranks_with_and_without_images_are_one(train, kind, flags):
+    one, two = train(kind, 1, MIXED, *flags), train(kind, 2, MIXED, *flags)
+    pairs = list(zip(one["steps"], two["steps"], strict=True))
+    loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in pairs)
+    norm = max(abs(b["train/grad_norm"] / a["train/grad_norm"] - 1) for a, b in pairs)
+    weights = max(float(np.abs(two["weights"][name] - value).max()) for name, value in one["weights"].items())
+    print(f"\n{kind} loss {loss:.1e}, norm {norm:.1e}, weights {weights:.1e}")
+    assert len(pairs) == 6 and one["weights"].keys() == two["weights"].keys()
+    assert loss <= LOSS and norm <= 1e-5 and weights <= WEIGHTS
