@@ -172,6 +172,17 @@ def test_layers_for_drafting_stay_behind_and_are_not_made(folder, one, tmp_path)
     assert caught.value.code == "mtp-last-layer-without-attention"
 
 
+def test_names_of_layers_of_older_releases_are_read():
+    """Of transformers before 5.16."""
+    from miles_specs_nemotron.families import nemotron_h
+    from transformers import AutoConfig
+
+    hf, before = (AutoConfig.for_model("nemotron_h", **{**TINY, **CASES[0].config}) for _ in range(2))
+    before.layers_block_type = ["mamba", "moe", "attention", "moe"]
+    assert before.layer_types == before.layers_block_type, "one list under two names"
+    assert nemotron_h(before).spec() == nemotron_h(hf).spec()
+
+
 REFUSED = {
     "attention_bias": True, "mlp_bias": True, "use_bias": True, "mamba_proj_bias": True,
     "residual_in_fp32": True, "tie_word_embeddings": True, "mlp_hidden_act": "silu", "mamba_hidden_act": "gelu",

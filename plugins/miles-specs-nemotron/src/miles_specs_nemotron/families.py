@@ -15,6 +15,8 @@ from miles_specs_nemotron.mamba import Mamba
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}.mixer."
 _STORED = (("model.embed_tokens.", "backbone.embeddings."), ("model.norm.", "backbone.norm_f."),
            ("model.", "backbone."))
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""What releases of transformers before 5.16 call layers."""
 _NAMES = Names(router="mixer.gate.weight", bias="mixer.gate.e_score_correction_bias",
                up="mixer.experts.{expert}.up_proj.weight", down="mixer.experts.{expert}.down_proj.weight",
                shared="mixer.shared_experts.", latent_down="mixer.fc1_latent_proj.weight",
@@ -35,6 +37,7 @@ def nemotron_h(hf: Any) -> Decoder:
     hf.time_step_limit = tuple(hf.time_step_limit)  # of a file it is a list
     refuse(hf, time_step_limit=(0.0, math.inf))
     hf.rms_norm_eps = hf.layer_norm_epsilon
+    hf.layer_types = [_KINDS.get(kind, kind) for kind in hf.layer_types]
     layers = {kind: tuple(layer for layer, one in enumerate(hf.layer_types) if one == kind)
               for kind in ("linear_attention", "full_attention", "mlp", "moe")}
     mamba = Mamba(heads=hf.mamba_num_heads, head_dim=hf.mamba_head_dim, groups=hf.n_groups, state=hf.ssm_state_size,
