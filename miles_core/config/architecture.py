@@ -22,6 +22,7 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "expert_ffn": (("moe_intermediate_size",), "moe_ffn_hidden_size"),
     "experts_per_token": (("num_experts_per_tok",), "moe_router_topk"),
     "shared_ffn": (("shared_expert_intermediate_size",), "moe_shared_expert_intermediate_size"),
+    "latent": (("moe_latent_size",), "moe_latent_size"),
     "query_rank": (("q_lora_rank",), "q_lora_rank"),
     "rank": (("kv_lora_rank",), "kv_lora_rank"),
     "plain": (("qk_nope_head_dim",), "qk_head_dim"),
@@ -41,14 +42,14 @@ class Architecture:
 
     Args:
         groups: key-value heads.
-        ffn, expert_ffn, shared_ffn: inner widths of a dense layer, an expert, and the experts that all tokens share.
+        ffn, expert_ffn, shared_ffn: inner widths of a dense layer, an expert, and the experts that all tokens share;
+            latent: width of the projection of a token that the others see, where they do not see the token.
         query_rank, rank, plain, turned, value: of latent attention, which a model has if it has a rank: widths of the
             latents of queries and of keys, channels of a key without and with its position, and of a value.
         gated: queries come with a gate of attention's output.
         linear_groups, linear_heads, linear_key, linear_value: of layers of linear attention: heads of keys and of
             values, and the channels of one.
-        linear: how many of the layers are such.
-        sparse: how many of the layers are mixtures of experts.
+        linear, sparse: how many of the layers are such, and how many are mixtures of experts.
         alone: how many of the layers are an MLP or a mixture without attention; if any, the others are attention alone.
         matrices: of an MLP: 3, or 2 without a gate.
         checkpoint: whether they are of a config.json, so that what it lacks is not there.
@@ -66,6 +67,7 @@ class Architecture:
     expert_ffn: int | None = None
     experts_per_token: int | None = None
     shared_ffn: int | None = None
+    latent: int | None = None
     query_rank: int | None = None
     rank: int | None = None
     plain: int | None = None
@@ -115,13 +117,12 @@ class Architecture:
 def architecture_of(config: RunConfig) -> Architecture:
     """The constants of --hf-checkpoint; without a checkpoint there, what [model] says."""
     path, constants = shape_json(config)
-    sizes: dict[str, int] = {}
-    source: dict[str, str] = {}
+    known, sizes, source = constants or {}, dict[str, int](), dict[str, str]()
     for name, (theirs, ours) in NAMES.items():
         values = [config.surface("megatron").get(ours)] if constants is None else [constants.get(key) for key in theirs]
         if value := next((value for value in values if isinstance(value, int) and value > 0), None):
             sizes[name], source[name] = value, who(config, f"megatron.{ours}") if constants is None else str(path)
-    if kinds := _kinds(constants or {}):
+    if kinds := _kinds(known):
         sizes.setdefault("layers", len(kinds))
     if "head_dim" not in sizes and {"hidden", "heads"} <= set(sizes):
         sizes["head_dim"] = sizes["hidden"] // sizes["heads"]
@@ -129,15 +130,14 @@ def architecture_of(config: RunConfig) -> Architecture:
         sizes |= {"head_dim": sizes["plain"] + sizes["turned"], "groups": sizes["heads"]}
     if "experts" in sizes and "expert_ffn" not in sizes and "ffn" in sizes:  # no dense layers, so no name for it
         sizes["expert_ffn"] = sizes["ffn"]
-    if (shared := (constants or {}).get("n_shared_experts")) and "expert_ffn" in sizes and "shared_ffn" not in sizes:
+    if (shared := known.get("n_shared_experts")) and "expert_ffn" in sizes and "shared_ffn" not in sizes:
         sizes["shared_ffn"], source["shared_ffn"] = shared * sizes["expert_ffn"], str(path)
-    sparse = sparse_layers(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
+    sparse = sparse_layers(known, sizes.get("layers", 0)) if "experts" in sizes else 0
     if kinds and not sparse:  # files of a class that can have experts state their sizes without any
         sizes.pop("experts", None)
-    linear = _linear(constants or {}, sizes.get("layers", 0))
-    return Architecture(**sizes, linear=linear, sparse=sparse, alone=kinds.count("mlp") + kinds.count("moe"),
-                        matrices=2 if (constants or {}).get("mlp_hidden_act") == "relu2" else 3,
-                        checkpoint=constants is not None, source=source)
+    alone, matrices = kinds.count("mlp") + kinds.count("moe"), 2 if known.get("mlp_hidden_act") == "relu2" else 3
+    return Architecture(**sizes, linear=_linear(known, sizes.get("layers", 0)), sparse=sparse, alone=alone,
+                        matrices=matrices, checkpoint=constants is not None, source=source)
 
 
 def shape_json(config: RunConfig) -> tuple[Path, dict | None]:

@@ -64,3 +64,19 @@ def test_what_a_plugin_states_of_a_config_json_is_of_its_families_and_in_keys_th
                 assert sign and other and f'"{key}"' in read, f"{word}: {key}"
                 stated += 1
     assert stated > 20
+
+
+def test_the_page_says_which_transformers_a_family_takes():
+    """As its plugin states it, of a model_type that some plugin builds, by itself or as a text model inside."""
+    stated: dict[str, dict[str, str]] = {}
+    for one in installed():
+        for kind, *rest in (word.split(":") for word in select.manifest_of(one).provides):
+            if kind in ("read-by", "computed-by"):
+                family, release = rest
+                stated.setdefault(family, {})[kind] = release
+    page = (ROOT / "docs" / "model-families.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- releases: begin -->")[2].partition("<!-- releases: end -->")[0]
+    row = re.compile(r"^\| `(\w+)` \| ([\d.]*) ?\| ([\d.]*) ?\| .", re.MULTILINE)
+    shown = {family: {kind: release for kind, release in (("read-by", read), ("computed-by", computed)) if release}
+             for family, read, computed in row.findall(table)}
+    assert stated == shown and stated.keys() <= offers().keys()

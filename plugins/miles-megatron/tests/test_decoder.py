@@ -108,6 +108,16 @@ def test_the_rope_is_read_with_its_scaling():
     assert rotary(config(), {"rope_theta": 1e4}, fraction=0.25) == Rotary(1e4, 0.25)
 
 
+def test_a_part_of_the_rope_that_config_json_states_stays():
+    """Before transformers 5.16 an architecture's usual part is put over it."""
+    class Older(PretrainedConfig):
+        def standardize_rope_params(self):
+            self.rope_parameters["partial_rotary_factor"] = 0.25
+
+    stated = Older(**config().to_dict() | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}})
+    assert rotary(stated, partial=True) == Rotary(1e4, 0.5)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -71,3 +71,42 @@ def test_an_eval_dataset_may_have_a_scorer_of_its_own(plan, tmp_path):
     made = planned('rm_type = "gpqa"')
     assert "rewards" in {one.manifest.name for one in made.selected}
     assert ("reward", "gpqa") in {(choice.hook, choice.name) for choice in made.choices}
+
+
+SIZES = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+         "num_experts_per_token": 2, "moe_intermediate_size": 32, "layer_group_size": 2}  # fmt: skip
+OLMO, LING = {"model_type": "olmo3", **SIZES}, {"model_type": "bailing_hybrid", **SIZES}
+MISTRAL = {"model_type": "mistral3", "text_config": {"model_type": "mistral4", **SIZES}}
+SERVERS = ("--engine", "sglang")
+
+
+@pytest.mark.parametrize(("release", "keys", "flags", "oldest"), [
+    ("5.12.1", OLMO, (), "5.13"),
+    ("5.13.0", OLMO, (), None),
+    ("5.12.1", OLMO, SERVERS, None),
+    ("5.12.1", OLMO, ("--plugin", "sft", "--loss-type", "sft_loss"), None),
+    ("5.12.1", OLMO, (*SERVERS, "--trainer", "fsdp"), "5.13"),
+    ("5.14.1", MISTRAL, (), "5.15"),
+    ("5.15.0", MISTRAL, (), None),
+    ("5.19.0", LING, SERVERS, "5.20"),
+    ("5.20.0", LING, SERVERS, None),
+])
+def test_a_transformers_that_would_compute_another_model_is_refused(release, keys, flags, oldest, plan, tmp_path,
+                                                                    monkeypatch):
+    """Where the run leaves the model to it; the trainer megatron and servers have their own. Families that the run does
+    not enable, as the trainer fsdp needs none, say so as well."""
+    folder, metadata = tmp_path / "model", tmp_path / "site" / f"transformers-{release}.dist-info"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(keys))
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {release}\n")
+    monkeypatch.syspath_prepend(metadata.parent)
+    changes = {"num_layers = 2": ""} if "fsdp" in flags else {}
+    if oldest is None:
+        plan("--hf-checkpoint", folder, *flags, **changes)
+        return
+    with pytest.raises(ConfigError) as caught:
+        plan("--hf-checkpoint", folder, *flags, **changes)
+    assert caught.value.code == "transformers-too-old" and caught.value.got == release
+    assert str(folder) in caught.value.who and f"transformers>={oldest}" in caught.value.fix

@@ -87,6 +87,17 @@ def test_variants_that_are_not_modelled_are_refused(family, change):
     assert caught.value.code == "architecture-variant-unsupported" and family in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["OLMo 3", "OLMo 3, longer context"])
+def test_an_older_transformers_reads_the_same_olmo_3(name):
+    """Before 5.13 it has one rope, which is that of the layers without a window."""
+    from transformers import AutoConfig
+
+    case = CASES[name]
+    hf, before = (AutoConfig.for_model("olmo3", **{**TINY, **case.config}) for _ in range(2))
+    before.rope_parameters = before.rope_parameters["full_attention"]
+    assert families.olmo3(before).spec() == families.olmo3(hf).spec()
+
+
 def test_megatrons_option_for_layers_without_a_rope_may_be_repeated():
     from transformers import AutoConfig
 

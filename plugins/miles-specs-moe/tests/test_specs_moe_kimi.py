@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_megatron import hf_config
 from miles_megatron.testing.checkpoints import tensors
 from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import cases, random_model, save
+from miles_specs_moe.families import kimi_k25
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +33,15 @@ def checkpoint(folder, family):
              "topk_method": "noaux_tc", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
     path.write_text(json.dumps(said))
     return folder
+
+
+def test_a_text_model_is_read_where_transformers_does_not_know_what_it_is_inside_of(tmp_path):
+    """Kimi K2.5 before transformers 5.13."""
+    folder = checkpoint(tmp_path, "kimi_k25")
+    known = hf_config.read(folder)
+    unknown = hf_config.Unread(json.loads((folder / "config.json").read_text()), "kimi_k25", str(folder))
+    assert kimi_k25(unknown).spec() == kimi_k25(known).spec()
+    assert kimi_k25(unknown).weight_map() == kimi_k25(known).weight_map()
 
 
 @pytest.mark.full

@@ -42,8 +42,9 @@ def checkpoint(folder, case, **changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With time steps below time_step_min, as published checkpoints have them, which only transformers raises."""
-    return checkpoint(tmp_path_factory.mktemp("nemotron"), CASES[0], time_step_min=0.001, time_step_floor=1e-4)
+    """Latent experts, and time steps below time_step_min, as published checkpoints have them, which only transformers
+    raises."""
+    return checkpoint(tmp_path_factory.mktemp("nemotron"), CASES[3], time_step_min=0.001, time_step_floor=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,9 @@ def test_a_run_needs_nothing_but_the_checkpoint(folder, tmp_path):
     assert before.keys() == after.keys() and torch.equal(before[BIAS], after[BIAS])
     for name in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight", "in_proj.weight"):
         name = f"backbone.layers.0.mixer.{name}"
+        assert not torch.equal(before[name], after[name]), name
+    for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight", "experts.0.up_proj.weight"):
+        name = f"backbone.layers.1.mixer.{name}"
         assert not torch.equal(before[name], after[name]), name
 
 
@@ -155,8 +159,19 @@ def test_layers_for_drafting_stay_behind_and_are_not_made(folder, one, tmp_path)
     assert caught.value.code == "mtp-last-layer-without-attention"
 
 
+def test_names_of_layers_of_older_releases_are_read():
+    """Of transformers before 5.16."""
+    from miles_specs_nemotron.families import nemotron_h
+    from transformers import AutoConfig
+
+    hf, before = (AutoConfig.for_model("nemotron_h", **{**TINY, **CASES[0].config}) for _ in range(2))
+    before.layers_block_type = ["mamba", "moe", "attention", "moe"]
+    assert before.layer_types == before.layers_block_type, "one list under two names"
+    assert nemotron_h(before).spec() == nemotron_h(hf).spec()
+
+
 REFUSED = {
-    "moe_latent_size": 32, "attention_bias": True, "mlp_bias": True, "use_bias": True, "mamba_proj_bias": True,
+    "attention_bias": True, "mlp_bias": True, "use_bias": True, "mamba_proj_bias": True,
     "residual_in_fp32": True, "tie_word_embeddings": True, "mlp_hidden_act": "silu", "mamba_hidden_act": "gelu",
     "sliding_window": 8, "n_shared_experts": 2,
     "time_step_limit": [0.0, 0.1],

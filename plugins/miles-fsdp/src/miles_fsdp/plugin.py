@@ -56,6 +56,7 @@ class Fsdp:
     """Trains the Hugging Face module of any causal language model, sharded by PyTorch's FSDP2."""
 
     hookspecs = "miles_fsdp.hookspecs"
+    provides = ("trainer:fsdp:transformers",)
     conflicts = ("compat", "fp8", "int4-qat", "mtp")
 
     def __init__(self, options: FsdpOptions):

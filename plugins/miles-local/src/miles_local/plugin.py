@@ -28,7 +28,8 @@ class Local:
 
     default = True
     hookspecs = "miles_local.hookspecs"
-    provides = ("engine:local:tensors:cache=float32, on a GPU the engine's dtype", "weight_sync:shared-memory:tensors")
+    provides = ("engine:local:tensors:transformers:cache=float32, on a GPU the engine's dtype",
+                "weight_sync:shared-memory:tensors")
 
     def __init__(self, options: LocalOptions):
         self.options = options

@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ import torch.distributed as dist
 from miles_core.errors import ConfigError
 from miles_core.types import Rank
 from miles_megatron import finder
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 _ALONE = Rank()
 _HERE = f"__import__('sys').modules[{__name__!r}]"
@@ -110,6 +114,11 @@ RULES = (
          r"\1    HAVE_TE = False\n    te_general_gemm = None", no_transformer_engine,
          "an upstream fault: the name stays undefined without Transformer Engine, so every router raises NameError",
          "megatron.core.transformer.moe.moe_utils"),
+    Rule("latent projections", re.compile(
+            r"assert HAVE_TE, \"TransformerEngine is required for MoE latent projections\.\"\n"),
+         f"TELinear = {_HERE}.latent_projection(self.config)\n", always,
+         "Megatron makes them of Transformer Engine alone, whatever the model's other layers are made of",
+         "megatron.core.transformer.moe.moe_layer"),
     Rule("checkpoint writers", re.compile(r"mp\.get_context\(\"(?:fork|spawn)\"\)"), f"{_HERE}.InProcess", always,
          "forking beside gloo, OpenMP or CUDA threads is unsafe and slow, and hangs for ever if psutil is missing",
          "megatron.core.dist_checkpointing.strategies.filesystem_async"),
@@ -176,6 +185,17 @@ def get_rng_state(*_args, **_kwargs) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor) -> None:
     """Set the CPU generator's state, for torch.cuda's."""
     torch.set_rng_state(state)
+
+
+def latent_projection(config: TransformerConfig) -> type:
+    """The linear layer between hidden states and the latents of experts, of the set that the config names."""
+    if config.transformer_impl != "local":
+        from megatron.core.extensions.transformer_engine import TELinear
+
+        return TELinear
+    from miles_megatron.latent_attention import Projection
+
+    return Projection
 
 
 class Inert:

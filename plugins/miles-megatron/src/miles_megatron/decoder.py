@@ -269,8 +269,9 @@ def rotary(
         ConfigError: a scaling other than linear, llama3 and yarn, or a part where the family has none.
     """
     if parameters is None:
+        stated = {key: value for key, value in (hf.rope_parameters or {}).items() if key == "partial_rotary_factor"}
         hf.standardize_rope_params()  # as transformers does when it builds the model, which may move keys in
-        parameters = hf.rope_parameters
+        parameters = {**hf.rope_parameters, **stated}  # older releases put the architecture's usual part over it
     rope = dict(parameters or {})
     scaling = rope.get("rope_type", "default")
     if scaling not in _SCALINGS:

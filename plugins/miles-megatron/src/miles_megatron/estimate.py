@@ -101,7 +101,8 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     return activations | {
         "router: input": hidden,
         "router: logits, probabilities, choices": (3 * FP32 + 1) * size.experts / model.split,
-        "experts' fc1: input": copies * value * size.hidden,
+        "latents: inputs of their projections": (hidden + value * size.latent / model.split) if size.latent else 0,
+        "experts' fc1: input": copies * value * (size.latent or size.hidden),
         "experts' activation: input": copies * wide * inner,
         "experts' probabilities: input": copies * inner,
         "experts' fc2: input": copies * inner,
@@ -126,8 +127,9 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
     matrix = size.matrices * size.hidden
     dense = layers * (attention + norms) + (layers - sparse) * _dense(size) * matrix * (size.ffn or 0) / tensor
     dense += sparse * (size.hidden * (size.experts or 0) + matrix * (size.shared_ffn or 0) / tensor)
+    dense += sparse * 2 * size.hidden * (size.latent or 0)
     dense += table * (first + (last and not (first and model.tied))) + size.hidden * last
-    each = matrix * (size.expert_ffn or 0) / model.layout.expert_tensor
+    each = size.matrices * (size.latent or size.hidden) * (size.expert_ffn or 0) / model.layout.expert_tensor
     return dense, sparse * each * (size.experts or 0) / model.layout.expert
 
 
@@ -308,7 +310,8 @@ def _linear_widths(size: Architecture) -> tuple[int, int]:
 
 def active_parameters(size: Architecture) -> int:
     """Parameters of all matrices that one token meets: attention, MLPs, routers, its experts, the output."""
-    widths = (size.expert_ffn or 0) * (size.experts_per_token or 0) + (size.shared_ffn or 0)
-    sparse = size.sparse * (size.matrices * widths + (size.experts or 0))
+    chosen = size.matrices * (size.expert_ffn or 0) * (size.experts_per_token or 0) * (size.latent or size.hidden)
+    beside = size.matrices * (size.shared_ffn or 0) + (size.experts or 0) + 2 * (size.latent or 0)
     dense = (size.mlps - size.sparse) * size.matrices * (size.ffn or 0)
-    return size.layers * sum(mixing(size)) + size.hidden * (dense + sparse + size.vocab)
+    return (size.layers * sum(mixing(size)) + size.sparse * (chosen + size.hidden * beside)
+            + size.hidden * (dense + size.vocab))

@@ -37,6 +37,11 @@ class Unread:
     model_type: str
     _name_or_path: str
 
+    @property
+    def text_config(self) -> Unread:
+        """The text model's, of one that sees; a family reads it with `read_as` as well."""
+        return Unread(self.keys["text_config"], self.model_type, self._name_or_path)
+
 
 def read(folder: Path) -> Any:
     """The configuration of a Hugging Face directory. Code that comes with a checkpoint is not run.

@@ -44,6 +44,16 @@ class Whole(torch.nn.Linear):
             parameter.sequence_parallel = config.sequence_parallel
 
 
+class Projection(Whole):
+    """The same, made and called as Transformer Engine's linear layers are: (output, bias)."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: TransformerConfig, bias: bool, **_):
+        super().__init__(config, inputs, outputs, bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
 class LatentAttention(MegatronModule):
     """hidden states [s / tensor or s, b, H] -> the same.
 

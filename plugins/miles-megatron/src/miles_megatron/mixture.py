@@ -24,6 +24,7 @@ class Names:
         gate, up, down: of an expert.
         shared: prefix of the MLP that all tokens pass.
         shared_gate: the vector whose product with a token gates that MLP; None where it always counts in full.
+        latent_down, latent_up: the matrices to the latent that experts see, and back.
     """
 
     router: str = "mlp.gate.weight"
@@ -33,6 +34,8 @@ class Names:
     down: str = "mlp.experts.{expert}.down_proj.weight"
     shared: str = "mlp.shared_experts."
     shared_gate: str | None = None
+    latent_down: str = "mlp.fc1_latent_proj.weight"
+    latent_up: str = "mlp.fc2_latent_proj.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,8 @@ class Mixture:
         sparse: the layers that have one; the others have one dense MLP.
         experts, chosen: how many there are, and how many a token passes.
         width: inner channels of an expert; shared: of the MLP that all tokens pass beside them, 0 for none.
+        latent: channels that a token is projected to before the experts, and back from after them (Nemotron 3 Super);
+            the router and the shared MLP see the token itself. None for no such projections.
         score: "softmax" or "sigmoid" of the router's products.
         normalised: the weights of a token's experts add up to 1.
         bias: the choice is by score + bias, the weights are by the score (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
@@ -60,6 +65,7 @@ class Mixture:
     chosen: int
     width: int
     shared: int = 0
+    latent: int | None = None
     score: str = "softmax"
     normalised: bool = True
     bias: bool = False
@@ -106,6 +112,7 @@ class Mixture:
             "moe_router_topk_scaling_factor": self.scale if self.scale != 1 else None,
             "moe_shared_expert_intermediate_size": self.shared or None,
             "moe_shared_expert_gate": self.names.shared_gate is not None,
+            "moe_latent_size": self.latent,
         }
 
     @property
@@ -144,6 +151,9 @@ class Mixture:
             parts = tuple(f"{_THEIRS}{names.shared}{part}_proj.weight" for part in ("gate", "up")[not self.gated:])
             yield Rule(_OURS + "shared_experts.linear_fc1.weight", parts, join, self.sparse)
             yield one("shared_experts.linear_fc2.weight", names.shared + "down_proj.weight")
+        if self.latent is not None:
+            yield one("fc1_latent_proj.weight", names.latent_down)
+            yield one("fc2_latent_proj.weight", names.latent_up)
         if names.shared_gate is not None:
             yield one("shared_experts.gate_weight", names.shared_gate)
 

@@ -6,22 +6,29 @@
     labels:NAME     the scorer NAME needs the row's label
     rows:NAME:KEY   the scorer NAME needs of a row, or of its metadata, what the option KEY names, else the label
     answers:NAME:KEY  so does the generator NAME, or a conversation that ends with the answer
+    read-by:TYPE:VERSION      from this release on transformers reads config.json of the model_type TYPE as is meant
+    computed-by:TYPE:VERSION  from this release on its module computes what was published; it does for a trainer or an
+                    engine that has the word `transformers`, as in `engine:NAME:transformers`
+
+The last two count of any official plugin that is installed and builds the architecture: a trainer of transformers'
+modules does not enable it.
 
 Whatever else a plugin has to say of a run, its constructor does, in the process that reads the configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from miles_core.config.load import who
+from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.plugins.resolve import choices
-from miles_core.plugins.scan import BUILT_IN, KNOWN
-from miles_core.plugins.select import Selected
+from miles_core.plugins.scan import BUILT_IN, KNOWN, installed
+from miles_core.plugins.select import Selected, manifest_of
 from miles_preflight.checkpoint_files import check_other, check_whole
 from miles_preflight.paths import check_source
 from miles_preflight.rows import OF_ROWS, File, check_answers, present
@@ -41,6 +48,7 @@ def check_statements(selected: Sequence[Selected], config: RunConfig, files: Seq
     if config.trains:
         _compared(selected, config)
     _folders(selected, config)
+    _releases(selected, config)
 
 
 def _words(selected: Sequence[Selected], *kinds: str) -> list[tuple[Selected, str, str, list[str]]]:
@@ -107,3 +115,31 @@ def _folders(selected: Sequence[Selected], config: RunConfig) -> None:
         elif not config.debug.debug_rollout_only:
             check_source(folder, f"{who(config, key)}, {folder}")
             check_other(config, Path(folder))
+
+
+def _releases(selected: Sequence[Selected], config: RunConfig) -> None:
+    """The installed transformers knows the architecture, in what the run leaves to it."""
+    path, constants = config_json(config)
+    keys: Mapping[str, Any] = constants or {}
+    types = {keys.get("model_type"), (keys.get("text_config") or {}).get("model_type")} - {None}
+    sampled = not config.debug.debug_train_only and config.algorithm.loss_type != "sft_loss"
+    module = (sampled and "transformers" in config.understood
+              or "transformers" in config.stated.get(f"trainer:{config.perf.trainer}", ()))
+    families = [one for one in installed()
+                if one.official and any(f"model_spec:{each}" in KNOWN[one.name] for each in types)]
+    words = {word for manifest in (*(one.manifest for one in selected), *map(manifest_of, families))
+             for word in manifest.provides if word.startswith(("read-by:", "computed-by:"))}
+    for kind, name, oldest in sorted(word.split(":") for word in words):
+        if name in types and (kind == "read-by" or module):
+            _not_older(name, oldest, f"{path}: model_type", kind == "computed-by")
+
+
+def _not_older(architecture: str, oldest: str, origin: str, servers: bool) -> None:
+    from packaging.version import Version  # 20 ms, which most plans save
+
+    have = importlib.metadata.version("transformers")
+    if Version(have) < Version(oldest):
+        raise ConfigError(f"transformers does not know {architecture!r} as it was published before {oldest}", got=have,
+                          who=origin, fix=f"pip install 'transformers>={oldest}'" + (
+                          "; or --trainer megatron and an engine of servers, which compute it themselves" * servers),
+                          code="transformers-too-old")

@@ -80,7 +80,10 @@ def olmo3(hf: Any) -> Decoder:
         ConfigError: as `olmo2`.
     """
     windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
-    kinds = {kind: Attention(rotary(hf, hf.rope_parameters[kind]), window) for kind, window in windows.items()}
+    ropes = hf.rope_parameters
+    if "full_attention" not in ropes:  # config.json as released, to transformers before 5.13: one with the scaling
+        ropes = {"full_attention": ropes, "sliding_attention": {"rope_theta": ropes["rope_theta"]}}
+    kinds = {kind: Attention(rotary(hf, ropes[kind]), window) for kind, window in windows.items()}
     return _olmo(hf, by_layer_type(hf, kinds))
 
 

@@ -19,6 +19,7 @@ class SpecsLlama:
         ":shared_expert_intermediate_size=intermediate_size:decoder_sparse_step=interleave_moe_layer_step",
         "model_spec:llama4_text:intermediate_size=intermediate_size_mlp:moe_intermediate_size=intermediate_size"
         ":shared_expert_intermediate_size=intermediate_size:decoder_sparse_step=interleave_moe_layer_step",
+        "computed-by:olmo3:5.13", "computed-by:mistral4:5.15",
     )
 
     @hookimpl("model_spec", name="llama")

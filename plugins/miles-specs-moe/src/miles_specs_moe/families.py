@@ -46,7 +46,7 @@ def kimi_k25(hf: Any) -> Decoder:
         ConfigError: as `deepseek_v3`.
     """
     inside = tuple((name, f"language_model.{name}") for name in ("model.", "lm_head."))
-    return replace(deepseek_v3(hf.text_config), renamed=inside, carried=("vision_tower.", "mm_projector."))
+    return replace(kimi_k2(hf.text_config), renamed=inside, carried=("vision_tower.", "mm_projector."))
 
 
 def glm4_moe_lite(hf: Any) -> Decoder:
@@ -64,7 +64,8 @@ def deepseek_v32(hf: Any) -> Decoder:
     Raises:
         ConfigError: as `deepseek_v3`; attention of another kind in some layers.
     """
-    refuse(hf, mlp_bias=False, layer_types=["indexed_attention"] * hf.num_hidden_layers)
+    kind = next((kind for kind in hf.layer_types if kind == "deepseek_sparse_attention"), "indexed_attention")
+    refuse(hf, mlp_bias=False, layer_types=[kind] * hf.num_hidden_layers)
     return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"),
                    _indexer(hf, interleaved=False))
 
@@ -107,8 +108,10 @@ def minimax_m2(hf: Any) -> Decoder:
         layers=hf.num_hidden_layers, sparse=tuple(range(hf.num_hidden_layers)), experts=hf.num_local_experts,
         chosen=hf.num_experts_per_tok, width=hf.intermediate_size, score="sigmoid", bias=True, names=_MIXTRAL,
     )  # fmt: skip
-    return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True))), wide_qk_norm=True,
-                   mixture=mixture, **_drafting(hf, "num_mtp_modules"))
+    # Which part is in a key of its own; transformers reads it from 5.18 on.
+    part = hf.rotary_dim / hf.head_dim if getattr(hf, "rotary_dim", None) else None
+    return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True, fraction=part))),
+                   wide_qk_norm=True, mixture=mixture, **_drafting(hf, "num_mtp_modules"))
 
 
 def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) -> Decoder:

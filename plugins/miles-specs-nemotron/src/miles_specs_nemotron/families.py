@@ -15,9 +15,12 @@ from miles_specs_nemotron.mamba import Mamba
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}.mixer."
 _STORED = (("model.embed_tokens.", "backbone.embeddings."), ("model.norm.", "backbone.norm_f."),
            ("model.", "backbone."))
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""What releases of transformers before 5.16 call layers."""
 _NAMES = Names(router="mixer.gate.weight", bias="mixer.gate.e_score_correction_bias",
                up="mixer.experts.{expert}.up_proj.weight", down="mixer.experts.{expert}.down_proj.weight",
-               shared="mixer.shared_experts.")
+               shared="mixer.shared_experts.", latent_down="mixer.fc1_latent_proj.weight",
+               latent_up="mixer.fc2_latent_proj.weight")
 
 
 def nemotron_h(hf: Any) -> Decoder:
@@ -25,15 +28,16 @@ def nemotron_h(hf: Any) -> Decoder:
 
     Raises:
         ConfigError: biases of linear layers, other activations, tied embeddings, a window, limits of the time steps,
-            experts between latents, a router that Megatron's would compute otherwise.
+            a router that Megatron's would compute otherwise.
     """
     refuse(hf, attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, residual_in_fp32=False,
            tie_word_embeddings=False, mlp_hidden_act="relu2", mamba_hidden_act="silu", sliding_window=None,
-           moe_latent_size=None, n_shared_experts=1)
+           n_shared_experts=1)
     hf = copy.copy(hf)
     hf.time_step_limit = tuple(hf.time_step_limit)  # of a file it is a list
     refuse(hf, time_step_limit=(0.0, math.inf))
     hf.rms_norm_eps = hf.layer_norm_epsilon
+    hf.layer_types = [_KINDS.get(kind, kind) for kind in hf.layer_types]
     layers = {kind: tuple(layer for layer, one in enumerate(hf.layer_types) if one == kind)
               for kind in ("linear_attention", "full_attention", "mlp", "moe")}
     mamba = Mamba(heads=hf.mamba_num_heads, head_dim=hf.mamba_head_dim, groups=hf.n_groups, state=hf.ssm_state_size,
@@ -54,8 +58,8 @@ def _mixture(hf: Any, sparse: tuple[int, ...]) -> Mixture:
     """DeepSeek-V3's router; MLPs without gates."""
     return Mixture(
         layers=hf.num_hidden_layers, sparse=sparse, experts=hf.n_routed_experts, chosen=hf.num_experts_per_tok,
-        width=hf.moe_intermediate_size, shared=hf.moe_shared_expert_intermediate_size, score="sigmoid",
-        normalised=bool(hf.norm_topk_prob), bias=True, groups=hf.n_group, of_groups=hf.topk_group,
+        width=hf.moe_intermediate_size, shared=hf.moe_shared_expert_intermediate_size, latent=hf.moe_latent_size,
+        score="sigmoid", normalised=bool(hf.norm_topk_prob), bias=True, groups=hf.n_group, of_groups=hf.topk_group,
         scale=hf.routed_scaling_factor, gated=False, names=_NAMES,
     )  # fmt: skip
 

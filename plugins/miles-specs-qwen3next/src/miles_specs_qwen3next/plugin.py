@@ -24,6 +24,7 @@ class SpecsQwen3Next:
         "model_spec:bailing_hybrid:num_experts_per_tok=num_experts_per_token:n_shared_experts=num_shared_experts"
         ":full_attention_interval=layer_group_size:linear_num_key_heads=num_attention_heads"
         ":linear_num_value_heads=num_attention_heads:linear_key_head_dim=head_dim:linear_value_head_dim=head_dim",
+        "read-by:bailing_hybrid:5.20",
     )
 
     @hookimpl("model_spec", name="qwen3_next")
