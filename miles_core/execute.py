@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -178,6 +179,8 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         run = await build(plan, components, journal)
         _tell(attempt, components, run, journal)
         attempt.begun = True
+        gc.collect()
+        gc.freeze()  # modules above all: each look through them costs more than one through a rollout's answers
         with stall.watched(journal, run.beat, rollout.heartbeat_interval):
             await train(run)
         status = "completed"
@@ -193,6 +196,7 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
             journal.events.message("error", str(error))  # before anything is stopped, which may hang as well
         raise
     finally:
+        gc.unfreeze()
         console.stop(status)
         late = await _stop(run, components, journal, status)
         try:

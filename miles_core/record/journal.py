@@ -48,7 +48,8 @@ class Journal:
         self.directory, self.console, self.events = directory, console, EventLog(directory.events)
         self._hashes: EventLog | None = None
         self._hooks, self._strict, self._print_every = hooks, strict, print_every
-        self._record = functools.partial(write_samples, directory, decode_piece=decode_piece, max_tokens=samples)
+        self._record = functools.partial(write_samples, directory, max_tokens=samples,
+                                         decode_piece=functools.cache(decode_piece))  # ids repeat a lot
 
     def stage(self, name: str) -> None:
         """What is going on now."""

@@ -52,11 +52,10 @@ def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, s
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.uid, []).append(sample)
-    pieces: dict[int, str] = {}
     totals = itertools.accumulate(sum(sample.response_length for sample in group) for group in groups.values())
     within = [group for group, total in zip(groups.values(), totals, strict=True) if total <= max_tokens]
     lines = [
-        _line({"rollout_id": rollout_id, "groups": len(groups), **_record(sample, pieces, decode_piece)})
+        _line({"rollout_id": rollout_id, "groups": len(groups), **_record(sample, decode_piece)})
         for group in (within or list(groups.values())[:1])[:MAX_GROUPS]
         for sample in group]
     return publish(sample_file(run_dir, name, rollout_id), b"".join(lines))
@@ -79,17 +78,16 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:
             yield sample
 
 
-def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int], str]) -> dict[str, object]:
-    """One sample as plain values. Ids repeat a lot, so their texts are looked up once and kept in `pieces`."""
+def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, object]:
+    """One sample as plain values."""
     length = sample.response_length
     ids = sample.tokens[len(sample.tokens) - length:].tolist() if "tokens" in sample.columns else []
-    pieces |= {token: decode_piece(token) for token in {*ids} - pieces.keys()}
     return {
         "prompt_uid": sample.prompt.uid, "row": sample.prompt.row, "index": sample.index,
         "prompt": sample.prompt.text,
         "images": sample.prompt.metadata.get("image_files", []),
         "response": sample.text,
-        "pieces": [pieces[token] for token in ids],
+        "pieces": [*map(decode_piece, ids)],
         "token_ids": ids,
         "log_probs": _column(sample, "rollout_log_probs"),
         "loss_mask": _column(sample, "loss_mask"),
@@ -116,7 +114,7 @@ def _advantage(sample: Sample) -> float | None:
 
 def _rounded(value: Any) -> Any:
     """Six digits are plenty to look at; what is not finite becomes null in the file."""
-    return value if value is None or isinstance(value, int) else np.asarray(value, np.float64).round(6)
+    return value if value is None or isinstance(value, int) else np.round(value, 6)
 
 
 def _line(record: dict[str, object]) -> bytes:

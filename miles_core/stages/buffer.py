@@ -108,8 +108,7 @@ class Buffer:
         self._retried: Counter[str] = Counter()
         self._taken = self._released = 0
         self._failure: BaseException | None = None
-        self._changed = asyncio.Condition()
-        self._wakers: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
 
     async def reserve(self) -> Slot:
         """A slot, once there is room; one with a prompt goes on from a checkpoint.
@@ -141,7 +140,7 @@ class Buffer:
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run: `take` and `reserve` raise it
             self.fail(error)
         finally:
-            self._wake()
+            self._changed.set()
 
     async def take(self) -> Taken:
         """The next full batch. Waits for: the producer.
@@ -164,12 +163,12 @@ class Buffer:
     def release(self) -> None:
         """The taken batch's weights are in the engine: its room comes back."""
         self._released += 1
-        self._wake()
+        self._changed.set()
 
     def fail(self, error: BaseException) -> None:
         """End both sides with this error; the first one wins."""
         self._failure = self._failure or error
-        self._wake()
+        self._changed.set()
 
     def slots(self) -> list[tuple[int, Slot]]:
         """What is reserved and not taken yet, oldest first, each with how many batches were taken since: <= 0.
@@ -240,7 +239,7 @@ class Buffer:
         for slot, group in stale:
             slot.outcome = stale_drop(group)
         again = await self._return_again()
-        self._wake()
+        self._changed.set()
         return bool(stale) or again
 
     async def _return_again(self) -> bool:
@@ -258,7 +257,7 @@ class Buffer:
         self._leaving += slots
         await self.requeue(slots)
         self._leaving = [slot for slot in self._leaving if slot not in slots]
-        self._wake()
+        self._changed.set()
 
     def _starved(self, dropped: list[Drop]) -> StarvedError:
         counts = Counter(drop.reason for drop in dropped) + self._retried
@@ -272,16 +271,8 @@ class Buffer:
                                 "(wrong --label-key, a scorer that never matches, a task that is too hard or too easy)")
 
     async def _until(self, ready: Callable[[], object]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._failure is not None or ready())
+        while self._failure is None and not ready():
+            self._changed.clear()  # whoever else waits was woken by the same change
+            await self._changed.wait()
         if self._failure is not None:
             raise self._failure
-
-    def _wake(self) -> None:
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self._wakers.add(task)
-        task.add_done_callback(self._wakers.discard)

@@ -13,6 +13,7 @@ from miles_testing import toy_run
 pytestmark = pytest.mark.integration
 
 TRACKER = '''
+import gc
 import json
 from pathlib import Path
 from miles_core import hookimpl
@@ -32,7 +33,8 @@ class Tracker:
 
     @hookimpl
     def metrics(self, rollout_id, values):
-        self.note(hook="metrics", step=rollout_id, reward=values.get("rollout/raw_reward"))
+        self.note(hook="metrics", step=rollout_id, reward=values.get("rollout/raw_reward"),
+                  frozen=gc.get_freeze_count())
         {metrics}
 
     @hookimpl
@@ -42,7 +44,7 @@ class Tracker:
 
     @hookimpl
     def finish(self, status):
-        self.note(hook="finish", status=status)
+        self.note(hook="finish", status=status, frozen=gc.get_freeze_count())
 
     @hookimpl("reward", name="bad")
     def bad(self, sample):
@@ -97,6 +99,12 @@ def test_a_tracker_knows_which_run_how_far_and_how_it_ended(place, quiet):
     assert [one["step"] for one in noted(place, "samples")][-2:] == [1, 2]
     assert [one["dataset"] for one in noted(place, "samples")][-2:] == [None, "held"]
     assert all(noted(place, "samples")[-1]["texts"])
+
+
+def test_garbage_collections_leave_out_what_the_start_has_loaded_until_the_run_ends(place):
+    assert place.run(*tracker(place), "--num-rollout", "1").code == 0
+    frozen = {hook: [one["frozen"] for one in noted(place, hook)] for hook in ("metrics", "finish")}
+    assert min(frozen["metrics"]) > 10_000 and max(frozen["finish"]) < min(frozen["metrics"]) / 10, frozen
 
 
 def test_a_tracker_that_fails_is_a_warning_or_the_end_of_a_strict_run(place):

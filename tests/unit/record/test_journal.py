@@ -23,6 +23,15 @@ def reported(folder, track):
     return batch, [event["text"] for event in read(directory.events) if event["event"] == "message"]
 
 
+def test_the_text_of_a_token_is_asked_for_once_in_a_run(tmp_path):
+    asked = []
+    with RunDirectory(tmp_path).acquire() as directory:
+        journal = Journal(directory, Console(False, io.StringIO()), decode_piece=lambda token: f"{asked.append(token)}")
+        for rollout_id in range(2):
+            journal.rollout(Batch(rollout_id, [toy_group(Prompt(1, 1, "", (1,)), 1)], 1), {})
+    assert asked and len(asked) == len(set(asked))
+
+
 def test_a_write_of_a_tracker_that_is_refused_is_a_warning(tmp_path):
     def track(samples):
         samples[0].columns["versions"][:] = 9

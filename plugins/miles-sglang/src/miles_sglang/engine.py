@@ -318,13 +318,13 @@ class SglangEngine:
 
     async def _ask(self, client: Client, inflight: InFlightRequest) -> tuple[list[Answer], list[int]]:
         """The answer of one call, its pieces with the version of each."""
-        sent = self.version
-        answers, versions, version = [], [], sent
+        sent = version = self.version
+        versions = []
         # Caches are shared among equal keys: a prefix computed by older weights is not shared with later requests.
         body = {**inflight.body(cache_key=str(sent)), "stream": True} if self._streams else inflight.body()
-        async for piece in self._readers.pieces(Call(client.url, client.name, orjson.dumps(body), self._streams,
-                                                     inflight.request.sampling.skip_special_tokens), client):
-            answers.append(piece)
+        answers = await self._readers.pieces(Call(client.url, client.name, orjson.dumps(body), self._streams,
+                                                  inflight.request.sampling.skip_special_tokens), client)
+        for piece in answers:
             versions.append(version)
             version = self._check_version(piece, sent, newest=None if self._streams else sent)
         return answers, versions

@@ -11,7 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ class Readers:
             late.got = str(error)
             raise late from error
 
-    async def pieces(self, call: Call, client: Client) -> AsyncIterator[Answer]:
-        """What a call is answered, as it comes or once a reader has all of it. Cancelling it ends the call.
+    async def pieces(self, call: Call, client: Client) -> list[Answer]:
+        """What a call is answered, once all of it has come. Cancelling it ends the call.
 
         Args:
             client: of the call's address.
@@ -69,13 +69,10 @@ class Readers:
             Failed, EngineError: as the client's own calls do; Failed also where the reader ended.
         """
         if self._all:
-            for piece in await self._ask(call, client):
-                yield piece
-        elif call.streams:
-            async for piece in client.stream(call.body):
-                yield piece
-        else:
-            yield await client.generate(call.body)
+            return await self._ask(call, client)
+        if call.streams:
+            return [piece async for piece in client.stream(call.body)]
+        return [await client.generate(call.body)]
 
     async def close(self) -> None:
         """End them; calls that wait fail."""
