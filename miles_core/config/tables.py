@@ -229,7 +229,7 @@ class Algorithm:
         False, "Do not round logits to bf16, in the trainer and in SGLang; this brings the log-probs of the two "
         "closer.")
     true_on_policy_mode: bool = option(
-        False, "Engine and trainer must agree bit for bit, or the run ends: float32, the local engine, CPU.")
+        False, "Engine and trainer agree bit for bit, or the run ends: on a CPU, or fsdp and SGLang on GPUs.")
 
     @property
     def needs_reference(self) -> bool:

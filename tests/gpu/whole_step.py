@@ -2,6 +2,7 @@
 
     python tests/gpu/whole_step.py qwen3-0.6b moe-4b                    with plugin r3 where there are experts
     python tests/gpu/whole_step.py qwen3-0.6b --also=--deterministic-mode    the same run under further flags, too
+    python tests/gpu/whole_step.py qwen3-0.6b --flags="--trainer fsdp" --also=--true-on-policy-mode --rollouts 20
     python tests/gpu/whole_step.py moe-4b --tiny                        the same code on a CPU, with the local engine
 
 Weights are random, of the shapes of trainer_speed.py; a coin is the reward, and every answer has --tokens tokens. Each
@@ -121,6 +122,7 @@ def main() -> int:
     parser.add_argument("--cap", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--rollouts", type=int, default=5)
     parser.add_argument("--fraction", default="0.5", help="of the GPU's memory, for the server")
+    parser.add_argument("--flags", default="", help='of all runs: --flags="--trainer fsdp"')
     parser.add_argument("--also", action="append", default=[], help="of one more run: --also=--deterministic-mode")
     parser.add_argument("--seconds", type=float, default=400, help="of each run and server")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-whole-step"))
@@ -130,7 +132,7 @@ def main() -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     for shape in args.shapes:
         model = checkpoint(shape, args.folder / shape, args.tiny)
-        more = ["--plugin", "r3"] if "num_experts" in SHAPES[shape] else []
+        more = [*shlex.split(args.flags), *(["--plugin", "r3"] if "num_experts" in SHAPES[shape] else [])]
         means = []
         for number, flags in enumerate(["", *args.also]):
             name = f"{shape}{flags and ' ' + flags}"

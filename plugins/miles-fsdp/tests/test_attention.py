@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from miles_fsdp.attention import NAME, Boundaries, _flash, _one_by_one
+from miles_fsdp.attention import NAME, Boundaries, _one_by_one, flash
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.module import CausalModule
 from miles_fsdp.scored import Temperature
@@ -73,7 +73,7 @@ def test_the_kernel_is_called_with_what_its_schema_has(window):
     """The GPU's path on tensors without data: sizes of heads are padded and cut again, and there is a derivative."""
     inputs = [torch.empty(13, heads, size, device="meta", dtype=torch.bfloat16, requires_grad=True)
               for heads, size in ((4, 12), (2, 12), (2, 6))]
-    attended = _flash(*inputs, bounds(torch.device("meta")), 0.3, window)
+    attended = flash(*inputs, bounds(torch.device("meta")), 0.3, window)
     attended.sum().backward()
     assert attended.shape == (13, 4, 6) and attended.dtype == torch.bfloat16
     assert [one.grad.shape for one in inputs] == [one.shape for one in inputs]
@@ -87,7 +87,7 @@ def test_the_kernel_is_the_same_attention(window, sizes):
     inputs = [torch.randn(13, heads, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
               for heads, size in ((4, wide), (2, wide), (2, narrow))]
     results = []
-    for attend in (_flash, _one_by_one):
+    for attend in (flash, _one_by_one):
         attended = attend(*inputs, bounds(torch.device("cuda")), 0.3, window)
         results.append((attended, *torch.autograd.grad(attended.float().square().sum(), inputs)))
     for ours, theirs in zip(*results, strict=True):

@@ -130,6 +130,17 @@ def test_ranks_that_share_rows_are_one(train, size, context):
     assert several["steps"][0].keys() == one["steps"][0].keys()
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_trainer_that_leaves_its_device_between_calls_takes_the_same_steps(train, folder, size):
+    """Weights, gradients and the optimizer's state, bit for bit; while weights stream, they alone are there."""
+    stayed = train("fsdp", "qwen3", size)
+    plan = prepare(folder / "run.toml", ["--trainer", "fsdp", "--hf-checkpoint", str(folder / "qwen3"),
+                                         "--actor-num-gpus-per-node", str(size)])
+    left = train.ranks(size).train(plan, batches(3), turns=True)
+    assert [step["train/loss"] for step in left["steps"]] == [step["train/loss"] for step in stayed["steps"]]
+    assert all(np.array_equal(left["weights"][name], value) for name, value in stayed["weights"].items())
+
+
 PPO = ("--advantage-estimator", "ppo", "--lambd", "0.9", "--critic-lr", "1e-3", "--adam-eps", "1e-6")
 
 

@@ -6,7 +6,7 @@ scaled_dot_product_attention of one sample after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,11 +36,13 @@ class Boundaries:
         lengths: of the samples, which add up to the rows.
         context: the ranks that have the other rows.
         offsets: [samples + 1] int32 on the device, where each begins, and the end.
+        attend: what computes attention in place of torch's, with the arguments of `flash`.
     """
 
     lengths: Sequence[int] = ()
     offsets: torch.Tensor | None = None
     context: Context = ALONE
+    attend: Callable[..., torch.Tensor] | None = None
 
     def set(self, lengths: Sequence[int], device: torch.device, context: Context = ALONE) -> None:
         """For the next forward."""
@@ -93,9 +95,9 @@ def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
         k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
     q, k, v = map(context.to_heads, (q, k, v))
     fits = max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD
-    flash = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and fits
+    fused = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and fits
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    attended = (_flash if flash else _one_by_one)(q, k, v, bounds, scale, sliding_window)
+    attended = (bounds.attend or (flash if fused else _one_by_one))(q, k, v, bounds, scale, sliding_window)
     return context.to_rows(attended)[None], None
 
 
@@ -105,8 +107,8 @@ def _slides(module: Any) -> bool:
     return kinds is not None and kinds[module.layer_idx] == "sliding_attention" and hasattr(module, "sliding_window")
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries, scale: float,
-           window: int | None) -> torch.Tensor:
+def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries, scale: float,
+          window: int | None) -> torch.Tensor:
     """The operator below torch.nn.attention.varlen, whose own parameters are others in each release."""
     size, longest = value.shape[-1], max(bounds.lengths)
     wide = -(-max(query.shape[-1], size) // 8) * 8  # the kernels want equal sizes of heads, in eights

@@ -27,9 +27,11 @@ from miles_core.stages.models import Model
 from miles_core.types import Prompt, Sample
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.module import Around, CausalModule, check_shared, keep_apart, read, shard
+from miles_fsdp.parked import Parked
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
+from miles_fsdp.server_kernels import tables
 from miles_fsdp.trained import Trained
 from miles_fsdp.value import head_of
 
@@ -50,7 +52,7 @@ class Models:
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, ranks: Ranks, options: FsdpOptions,
                  start: str):
         self._config, self._hooks, self._columns, self._ranks, self._options = config, hooks, columns, ranks, options
-        self.start, self._frozen, self._shared = start, False, False
+        self.start, self._frozen, self._shared, self._parked = start, False, False, Parked()
         declared = {"ref": Model(str(config.checkpoint.ref_load))} if config.algorithm.needs_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in (ACTOR, "ref"):
@@ -106,7 +108,8 @@ class Models:
 
     def _made(self, name: str, declared: Model) -> CausalModule:
         config = self._config
-        temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
+        exact = config.algorithm.true_on_policy_mode
+        temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size, exact)
         inputs = None if declared.head == "value" else getattr(self._hooks, "forward_inputs", None)
         model, head = self._built(name, declared, images=inputs is not None), None
         if declared.head == "value":
@@ -115,6 +118,8 @@ class Models:
             head.to(model.dtype).requires_grad_(declared.trainable)
         module = CausalModule(model, temperature, self._options.attn_implementation, head, inputs)
         module.to(self._ranks.device)
+        if exact:
+            tables(model, self._ranks.device)
         shard(module, self._ranks, self._options, low=declared.trainable and config.perf.bf16,
               offload=self._options.cpu_offload or not declared.trainable)
         keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
@@ -161,25 +166,28 @@ class Models:
 
     def offload(self, tags: Sequence[str]) -> None:
         """See miles_core.stages.step.Trainer. Models that only score are in host memory anyhow."""
-        self._move(tags, torch.device("cpu"))
+        if "gradients" in tags:
+            for one in self.trained.values():
+                one.module.zero_grad()
+        self._parked.park(self._tensors(tags))
         if self._ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes on this GPU
 
     def onload(self, tags: Sequence[str]) -> None:
         """The inverse."""
-        self._move(tags, self._ranks.device)
+        self._parked.fetch(self._tensors(tags))
 
-    def _move(self, tags: Sequence[str], device: torch.device) -> None:
-        if self._ranks.device.type == "cpu" or self._options.cpu_offload:
-            return
-        for one in self.trained.values():
-            if "gradients" in tags:
-                one.module.zero_grad()
-            if "weights" in tags:
-                one.module.to(device)
-            if "optimizer" in tags:
-                for state in one.optimizer.state.values():
-                    state |= {key: value.to(device) for key, value in state.items() if key != "step"}
+    def _tensors(self, tags: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What offload moves, by name."""
+        named: dict[str, torch.Tensor] = {}
+        for name, one in () if self._options.cpu_offload else self.trained.items():
+            for parameter_name, parameter in one.module.named_parameters():
+                if "weights" in tags:
+                    named[f"{name} {parameter_name}"] = parameter
+                if "optimizer" in tags:
+                    state = one.optimizer.state.get(parameter, {})
+                    named |= {f"{name} {parameter_name} {key}": state[key] for key in state if key != "step"}
+        return named
 
     def close(self) -> None:
         """Give up what is sharded, while its process group is there."""

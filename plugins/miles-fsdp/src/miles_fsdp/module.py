@@ -26,6 +26,7 @@ from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Scored, Temperature
+from miles_fsdp.server_kernels import attend
 
 logger = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # the run has a terminal of its own to fill
@@ -88,6 +89,8 @@ class CausalModule(torch.nn.Module):
         self._masked = model.config._attn_implementation
         if self.packs and attention == PACKED:
             attend_by(model, self.boundaries)
+        if temperature.as_sampled:
+            self.boundaries.attend = attend
         keep_less(model)
         self._text = (model if inputs is None else model.get_decoder(),)  # a tuple hides it from torch
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them

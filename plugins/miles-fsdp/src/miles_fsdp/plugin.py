@@ -80,8 +80,12 @@ class Fsdp:
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
         """No pass for old log-probs that the only step of a rollout computes itself."""
         from miles_core.plugins.one_pass import one_pass
+        from miles_fsdp.on_policy import check_on_policy
 
-        return one_pass(config, note, plugins) if config.perf.trainer == "fsdp" else config
+        if config.perf.trainer != "fsdp":
+            return config
+        check_on_policy(config)
+        return one_pass(config, note, plugins)
 
     @hookimpl
     def plan_lines(self, config: RunConfig, plugins: Sequence[Selected]) -> Iterable[tuple[str, str]]:

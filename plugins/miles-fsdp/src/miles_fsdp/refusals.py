@@ -54,8 +54,8 @@ def _options(config: RunConfig) -> None:
                           fix="leave them out, or train with --trainer megatron")
     low = config.perf.bf16
     settings = {
-        "perf.balance_by_flops": config.perf.balance_by_flops, "perf.skip_zero_advantages":
-        config.perf.skip_zero_advantages, "algorithm.true_on_policy_mode": config.algorithm.true_on_policy_mode,
+        "perf.balance_by_flops": config.perf.balance_by_flops,
+        "perf.skip_zero_advantages": config.perf.skip_zero_advantages,
         "algorithm.fp32_lm_head": config.algorithm.fp32_lm_head and low,
         "debug.use_pytorch_profiler": config.debug.use_pytorch_profiler,
         "model.model_name": getattr(config.origin.get("model.model_name"), "kind", "derived") != "derived",

@@ -18,10 +18,15 @@ from miles_fsdp.microbatch import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Of the distribution, and how many rows' logits exist at once."""
+    """Of the distribution, and how many rows' logits exist at once.
+
+    Args:
+        as_sampled: by a server's order of operations.
+    """
 
     value: float
     chunk_size: int
+    as_sampled: bool = False
 
 
 class Scored:
@@ -88,9 +93,12 @@ class Scored:
 
     def _normalised(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, V] log-probs in float32, which logits in 16 bits become without a copy in float32 of their own."""
-        logits = self._head(hidden)
-        if self._temperature.value != 1:
-            logits = logits.float() / self._temperature.value
+        logits, temperature = self._head(hidden), self._temperature.value
+        if self._temperature.as_sampled:  # a number of the host's would become a factor
+            divisor = torch.full((1,), temperature, device=logits.device)
+            return torch.log_softmax(logits.float() / divisor, 1)
+        if temperature != 1:
+            logits = logits.float() / temperature
         return torch.log_softmax(logits, 1, dtype=torch.float32)
 
     def _chunks(self) -> Iterator[slice]:

@@ -23,10 +23,11 @@ from miles_core.stages.on_policy import mismatch
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
-from miles_fsdp import checkpoint
+from miles_fsdp import checkpoint, server_kernels
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.models import ACTOR, Models, directory
 from miles_fsdp.objective import Objective
+from miles_fsdp.on_policy import check_equal
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.refusals import refuse, refuse_hooks
@@ -58,6 +59,8 @@ class FsdpTrainer:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
         self.ranks = Ranks(self.rank, self.config.perf.trainer_timeout, self.options.context_parallel_size)
+        if self.config.algorithm.true_on_policy_mode:
+            server_kernels.begin(self.ranks.device)
         paths = self.config.checkpoint
         start = next(path for path in (paths.load if directory(paths.load) else None, paths.ref_load,
                                        paths.hf_checkpoint) if path)
@@ -245,6 +248,8 @@ class FsdpTrainer:
             begin = time.perf_counter()
             access.forward(ACTOR, lambda rows: {"log_probs": rows.log_probs()})
             metrics |= mismatch(self.batch.samples, self.batch.version)
+            if algorithm.true_on_policy_mode:
+                check_equal(self.batch.samples)
             metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if algorithm.needs_reference:
             begin = time.perf_counter()

@@ -7,14 +7,15 @@ looks at every rollout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, TrainError
-from miles_megatron.layout import RANKS, layout_of
+from miles_megatron.layout import KEYS
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Architectures with a decoder of the local engine's own (miles_local.weights.FAMILIES)."""
 
-Problem = tuple[str, object, str, str]
-"""What, got, who, fix."""
+HOLDS: dict[str, Sequence[object]] = {
+    "rollout.engine": ["local"], "rollout.engine_dtype": ["float32"], "rollout.max_lag": [0], "perf.bf16": [False],
+    "algorithm.use_rollout_logprobs": [False], "algorithm.skip_actor_forward_only": [False], "model_type": FAMILIES,
+    **{f"megatron.{KEYS[name]}": [1] for name in ("tensor", "context", "expert", "expert_tensor")}}
+"""Values, where any is set, with which both sides compute the same: no sum is shared among ranks, for one."""
 
 
 def check_on_policy(config: RunConfig, _note: Callable[[str], None]) -> RunConfig:
@@ -32,11 +36,14 @@ def check_on_policy(config: RunConfig, _note: Callable[[str], None]) -> RunConfi
     Raises:
         ConfigError: the first thing outside of the contract.
     """
-    if not config.algorithm.true_on_policy_mode:
-        return config
-    for what, got, origin, fix in (*_settings(config), *_model(config, config_json(config)[1] or {})):
-        raise ConfigError(f"true_on_policy_mode {what}", code="true-on-policy-unavailable", got=got, who=origin,
-                          fix=fix)
+    tables = asdict(config) | config.surfaces
+    values = {key: tables.get(table, {}).get(name) for key in HOLDS for table, _, name in [key.rpartition(".")]}
+    values["model_type"] = config.model.model_name or (config_json(config)[1] or {}).get("model_type")
+    for key, allowed in HOLDS.items() if config.algorithm.true_on_policy_mode else ():
+        if values[key] not in (None, *allowed):
+            raise ConfigError(f"true_on_policy_mode does not hold with this {key}", code="true-on-policy-unavailable",
+                              got=values[key], who=who(config, key if "." in key else "checkpoint.hf_checkpoint"),
+                              fix=f"it holds with {' or '.join(map(str, allowed))}; or leave the mode out")
     return config
 
 
@@ -69,32 +76,3 @@ def check_equal(samples: Sequence[Sample]) -> None:
                 fix="look for what changes one side alone: a plugin around the forward pass, other thread counts, "
                     "another build of torch; or leave true_on_policy_mode out",
             )  # fmt: skip
-
-
-def _settings(config: RunConfig) -> Iterator[Problem]:
-    rollout, perf, algorithm = config.rollout, config.perf, config.algorithm
-    drop = "leave it out, or leave true_on_policy_mode out"
-    if rollout.engine not in (None, "local"):
-        yield "needs the local engine", rollout.engine, who(config, "rollout.engine"), drop
-    if perf.bf16:
-        yield "trains in float32", "bf16 = true", who(config, "perf.bf16"), "add --no-bf16"
-    if rollout.engine_dtype not in (None, "float32"):
-        yield "decodes in float32", rollout.engine_dtype, who(config, "rollout.engine_dtype"), drop
-    if rollout.max_lag:
-        yield ("trains on what the same weights sampled", f"max_lag = {rollout.max_lag}",
-               who(config, "rollout.max_lag"), "set max_lag = 0")
-    layout = layout_of(config)
-    if max(layout.tensor, layout.context, layout.expert, layout.expert_tensor) > 1:
-        yield ("holds where no sum is shared among ranks", layout.sizes, who(config, *RANKS),
-               "leave tensor, context and expert parallelism at 1; data and pipeline parallelism are free")
-    for key in ("use_rollout_logprobs", "skip_actor_forward_only"):
-        if getattr(algorithm, key):
-            yield ("compares the engine's log-probs with the trainer's, which are then not computed", f"{key} = true",
-                   who(config, f"algorithm.{key}"), drop)
-
-
-def _model(config: RunConfig, checkpoint: Mapping[str, object]) -> Iterator[Problem]:
-    source = f"--hf-checkpoint {config.checkpoint.hf_checkpoint}"
-    kind = config.model.model_name or checkpoint.get("model_type")
-    if kind not in (None, *FAMILIES):
-        yield f"holds for {', '.join(FAMILIES)}", f"model_type {kind}", source, "leave true_on_policy_mode out"

@@ -28,9 +28,8 @@ def check_silent(config: RunConfig) -> None:
         _refuse(config, "steps of this size are lost where float32 is rounded, and no weight would change",
                 "1e-6 is usual; where nothing is to be learnt, --lr 0 says so", "optimizer.lr")
     _schedule(config)
-    _divergence(config)
+    _loss(config)
     _ratio(config)
-    _reduction(config)
     _samples(config)
     check_apart(config, read_by(config))
 
@@ -65,8 +64,11 @@ def _schedule(config: RunConfig) -> None:
                 run)
 
 
-def _divergence(config: RunConfig) -> None:
+def _loss(config: RunConfig) -> None:
     algorithm = config.algorithm
+    if algorithm.calculate_per_token_loss and algorithm.reduction not in (None, "token"):
+        _refuse(config, "the loss would have the one reduction and not the other", "drop one of them",
+                "algorithm.calculate_per_token_loss", "algorithm.reduction")
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         _refuse(config, "one KL divergence would count twice, in the reward and in the loss", "set one of them to 0",
                 "algorithm.kl_coef", "algorithm.kl_loss_coef")
@@ -100,12 +102,6 @@ def _ratio(config: RunConfig) -> None:
     if low == high == 0:
         _refuse(config, "a clip band of no width stops the policy wherever it begins to change",
                 "0.2 and 0.28 are usual", *keys)
-
-
-def _reduction(config: RunConfig) -> None:
-    if config.algorithm.calculate_per_token_loss and config.algorithm.reduction not in (None, "token"):
-        _refuse(config, "the loss would have the one reduction and not the other", "drop one of them",
-                "algorithm.calculate_per_token_loss", "algorithm.reduction")
 
 
 def _samples(config: RunConfig) -> None:

@@ -131,15 +131,10 @@ def _releases(selected: Sequence[Selected], config: RunConfig) -> None:
              for word in manifest.provides if word.startswith(("read-by:", "computed-by:"))}
     for kind, name, oldest in sorted(word.split(":") for word in words):
         if name in types and (kind == "read-by" or module):
-            _not_older(name, oldest, f"{path}: model_type", kind == "computed-by")
+            from packaging.version import Version  # 20 ms, which most plans save
 
-
-def _not_older(architecture: str, oldest: str, origin: str, servers: bool) -> None:
-    from packaging.version import Version  # 20 ms, which most plans save
-
-    have = importlib.metadata.version("transformers")
-    if Version(have) < Version(oldest):
-        raise ConfigError(f"transformers does not know {architecture!r} as it was published before {oldest}", got=have,
-                          who=origin, fix=f"pip install 'transformers>={oldest}'" + (
-                          "; or --trainer megatron and an engine of servers, which compute it themselves" * servers),
-                          code="transformers-too-old")
+            if Version(have := importlib.metadata.version("transformers")) < Version(oldest):
+                servers = "; or --trainer megatron and an engine of servers, which compute it themselves"
+                raise ConfigError(f"transformers does not know {name!r} as it was published before {oldest}",
+                                  got=have, who=f"{path}: model_type", code="transformers-too-old",
+                                  fix=f"pip install 'transformers>={oldest}'{servers * (kind == 'computed-by')}")

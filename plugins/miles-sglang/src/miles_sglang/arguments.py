@@ -16,6 +16,8 @@ from miles_sglang.plugin import sglang_options
 LOADER = "miles_weights.load"
 """The function, of a file that runs inside the server, that loads what a weight sync sends, and verifies it."""
 SERVED = Path(__file__).with_name("server_extension")
+ON_POLICY = SERVED / "on_policy"
+"""Holds a plugin that a server finds where this is on its path."""
 
 
 def command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -> list[str]:
@@ -32,11 +34,15 @@ def command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -
 
 def environment(config: RunConfig, seat: NodeSlot) -> dict[str, str]:
     """What a server's environment has beyond that of the process which starts it."""
+    exact = config.algorithm.true_on_policy_mode
+    folders = [SERVED, ON_POLICY if exact else None, os.environ.get("PYTHONPATH")]
     variables = {
         # Without it a weight group between trainer and server fails with "invalid argument"; SGLang sets the same.
         "NCCL_CUMEM_ENABLE": "0",
-        "PYTHONPATH": os.pathsep.join([str(SERVED), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, folders))),
     }
+    if exact:
+        variables["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # see the plugin's `sample`
     if seat.gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.gpus))
     if config.perf.colocate:

@@ -38,7 +38,8 @@ def _engine(config: RunConfig, note: Note) -> RunConfig:
         return config
     if sglang_options(config).rollout_external:
         return with_values(config, "--rollout-external", rollout__engine="sglang")
-    if gpus() and folder_of("sglang") and not config.algorithm.true_on_policy_mode:
+    shared = config.perf.trainer == "fsdp" or not config.algorithm.true_on_policy_mode
+    if gpus() and folder_of("sglang") and shared:
         if _alone(config):
             note("there are not enough GPUs for both the trainer and SGLang, so the engine is local; --engine sglang "
                  "--colocate shares this GPU")

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from miles_core.plugins.bind import Hooks
 
 Note = Callable[[str], None]
+EXACT: dict[str, object] = {"model_impl": "transformers", "attention_backend": "triton",
+                            "enable_deterministic_inference": True}
+"""What servers run with under --true-on-policy-mode."""
 
 
 def serving(config: RunConfig, note: Note) -> RunConfig:
@@ -44,7 +47,7 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
     for table in ("server", "router"):
         if config.surface(table) and not surface_of(table).installed:
             note(f"[sglang] {table}: checked against {surface_of(table)}")
-    for step in (_parallel, _dtype, _deterministic, _context, _speculative, _tokenizer, _router):
+    for step in (_parallel, _dtype, _deterministic, _on_policy, _context, _speculative, _tokenizer, _router):
         config = step(config, note)
     return config
 
@@ -101,6 +104,20 @@ def _deterministic(config: RunConfig, note: Note) -> RunConfig:
         return config
     note(f"deterministic_mode: servers run with {field} ({who(config, 'megatron.deterministic_mode')})")
     return config.with_surface("server", **{field: True})
+
+
+def _on_policy(config: RunConfig, note: Note) -> RunConfig:
+    """--true-on-policy-mode: servers run transformers' module, as the trainer does, by the same kernels."""
+    server = config.surface("server")
+    if not config.algorithm.true_on_policy_mode:
+        return config
+    wanted = EXACT | {"speculative_algorithm": None, "kv_cache_dtype": "auto", "enable_fp32_lm_head": False}
+    if others := [name for name, value in wanted.items() if server.get(name, value) != value]:
+        raise ConfigError("true_on_policy_mode sets what its servers compute by", code="server-not-on-policy",
+                          got=", ".join(f"{name} = {server[name]}" for name in others), fix="leave it out",
+                          who=who(config, *(f"server.{name}" for name in others)))
+    note(f"true_on_policy_mode: servers run with {', '.join(f'{name} {value}' for name, value in EXACT.items())}")
+    return config.with_surface("server", **EXACT)
 
 
 def _context(config: RunConfig, note: Note) -> RunConfig:

@@ -1,0 +1,95 @@
+"""--true-on-policy-mode with the trainer fsdp: what is refused, what a rollout is held to, and what both sides compute.
+
+That a server on a GPU has the same bits is measured (docs/benchmarks.md); tests/sglang has what a CPU can tell of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from miles_fsdp import server_kernels
+from miles_fsdp.on_policy import check_equal
+from miles_testing import tiny_checkpoint
+from miles_testing.tiny import run_file
+
+from miles_core.errors import ConfigError, TrainError
+from miles_core.plugins.plan import prepare
+from miles_core.types import Prompt, Sample
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def made(*flags, experts=False):
+        perf = {"trainer": "fsdp", "bf16": True}
+        path = run_file(tmp_path / "run.toml", ["sglang"], {"perf": perf, "rollout": {"engine": "sglang"}}, {},
+                        checkpoint=tiny_checkpoint(experts=experts))
+        return prepare(path, ["--true-on-policy-mode", *flags])
+
+    return made
+
+
+def test_servers_run_the_trainers_module_by_kernels_that_it_shares(plan):
+    server = plan().config.surface("server")
+    assert (server["model_impl"], server["attention_backend"], server["enable_deterministic_inference"]) == (
+        "transformers", "triton", True)
+
+
+@pytest.mark.parametrize(("flags", "fact"), [
+    (["--engine", "local"], "local"), (["--no-bf16"], "perf.bf16"), (["--engine-dtype", "float32"], "float32"),
+    (["--max-lag", "1"], "max_lag (--max-lag)"), (["--use-rollout-logprobs"], "use_rollout_logprobs"),
+    (["--rollout-num-gpus-per-engine", "2"], "got 2"), (["--attn-implementation", "sdpa"], "sdpa"),
+])  # fmt: skip
+def test_what_would_compute_otherwise_is_refused(plan, flags, fact):
+    with pytest.raises(ConfigError) as caught:
+        plan(*flags)
+    assert caught.value.code == "fsdp-true-on-policy-unavailable" and fact in str(caught.value)
+
+
+def test_mixtures_are_refused(plan):
+    with pytest.raises(ConfigError) as caught:
+        plan(experts=True)
+    assert caught.value.code == "fsdp-true-on-policy-unavailable" and "qwen3_moe" in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [["--sglang-attention-backend", "flashinfer"],
+                                   ["--sglang-speculative-algorithm", "NGRAM"]])
+def test_servers_that_would_compute_otherwise_are_refused(plan, flags):
+    with pytest.raises(ConfigError) as caught:
+        plan(*flags)
+    assert caught.value.code == "server-not-on-policy" and flags[1] in str(caught.value)
+
+
+def test_a_trainer_on_a_cpu_has_none_of_the_kernels():
+    with pytest.raises(ConfigError) as caught:
+        server_kernels.begin(torch.device("cpu"))
+    assert caught.value.code == "fsdp-true-on-policy-kernels" and "cpu" in str(caught.value)
+
+
+def sample(trainer, engine, mask=(1, 1, 0)):
+    columns = {"log_probs": np.float32(trainer), "rollout_log_probs": np.float32(engine),
+               "loss_mask": np.uint8(mask), "tokens": np.arange(5, dtype=np.int32)}
+    return Sample(Prompt(0, 0, "", (0, 1)), 0, columns, 3)
+
+
+def test_one_bit_ends_the_run_and_names_the_token():
+    near = np.nextafter(np.float32(-2), np.float32(0))
+    check_equal([sample([-1, -2, -3], [-1, -2, 9])])  # the last is not trained
+    for wrong in (near, np.nan):
+        with pytest.raises(TrainError) as caught:
+            check_equal([sample([-1, -2, -3], [-1, -2, -3]), sample([-1, wrong, -3], [-1, -2, -3])])
+        assert caught.value.code == "fsdp-true-on-policy-log-probs-differ" and "token 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_tables_of_a_rope_are_made_where_they_are_used_and_stay_what_they_are(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        kind, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    rope = model.model.rotary_emb
+    rope.inv_freq = rope.inv_freq + 1
+    server_kernels.tables(model, torch.device("cpu"))
+    assert before and all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())

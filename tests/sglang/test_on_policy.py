@@ -1,0 +1,77 @@
+"""What servers compute under --true-on-policy-mode: the trainer's module of transformers, row by row as it does."""
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from miles_sglang.serving import EXACT
+
+from conftest import ROOT, serving
+
+TEMPERATURE, PROMPT = 0.7, [5, 17, 33, 64, 90, 12]
+
+
+def test_a_token_attends_by_its_heads_of_one_key_as_a_row_of_prefill_does(found):
+    """In SGLang's own kernel, under Triton's interpreter: no bit differs, at any length, wherever the cache has it."""
+    assert found["differ"] == 0 and found["from_exact"] < 2e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("dense")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=264, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=258, pad_token_id=256,
+        initializer_range=0.2)).save_pretrained(folder)
+    subprocess.run([sys.executable, ROOT / "examples" / "arithmetic" / "make_tokenizer.py", folder], check=True)
+    return folder
+
+
+def test_a_server_has_the_trainers_log_probs_of_a_prompt_bit_for_bit(config, folder):
+    """At a temperature: log_softmax(logits / temperature). Attention is torch's, as Triton's kernels are for GPUs."""
+    from miles_fsdp.module import CausalModule, read
+    from miles_fsdp.plugin import FsdpOptions
+    from miles_fsdp.scored import Temperature
+    from miles_sglang.client import Client
+
+    flags = {name: value for name, value in EXACT.items() if name == "model_impl"}
+    exact = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(folder)),
+                    algorithm=replace(config.algorithm, true_on_policy_mode=True),
+                    surfaces={"server": {"max_total_tokens": 4096, "custom_weight_loader": ["miles_weights.load"],
+                                         "disable_radix_cache": True, **flags}})
+
+    async def ask(url):
+        client = Client(url, "the server")
+        try:
+            sampling = {"temperature": TEMPERATURE, "max_new_tokens": 40, "ignore_eos": True}
+            first = await client.call("/generate", {"input_ids": PROMPT, "return_logprob": True,
+                                                   "sampling_params": sampling}, timeout=60)
+            answer = first["meta_info"]["output_token_logprobs"]
+            tokens = [*PROMPT, *(token for _, token, *_ in answer)]
+            again = await client.call("/generate", {
+                "input_ids": tokens, "return_logprob": True, "logprob_start_len": 0,
+                "sampling_params": {"temperature": 1.0, "max_new_tokens": 1}}, timeout=60)
+            return tokens, answer, again["meta_info"]["input_token_logprobs"][1:]
+        finally:
+            await client.reset()
+
+    with serving(exact, "on-policy.log") as url:
+        tokens, answer, prefilled = asyncio.run(ask(url))
+    model = read(str(folder), FsdpOptions(), torch.float32)
+    module = CausalModule(model, Temperature(1.0, 1024))
+    module.boundaries.set([len(tokens)], torch.device("cpu"))
+    with torch.no_grad():
+        rows = model.base_model(input_ids=torch.tensor([tokens]), position_ids=torch.arange(len(tokens))[None],
+                                use_cache=False).last_hidden_state[0, :-1]
+        logits = module._logits(rows)
+    targets = torch.tensor(tokens[1:])[:, None]
+    expected = torch.log_softmax(logits, 1).gather(1, targets)[:, 0]
+    assert torch.equal(torch.tensor([value for value, *_ in prefilled]), expected)
+    scaled = torch.log_softmax(logits / TEMPERATURE, 1).gather(1, targets)[len(PROMPT) - 1 :, 0]
+    assert (torch.tensor([value for value, *_ in answer]) - scaled).abs().max() < 2e-5
