@@ -19,16 +19,16 @@ def test_a_token_attends_by_its_heads_of_one_key_as_a_row_of_prefill_does(found)
     assert found["differ"] == 0 and found["from_exact"] < 2e-6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@pytest.fixture(params=["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen2"))])
+def folder(request, tmp_path_factory):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("dense")
+    folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=264, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=258, pad_token_id=256,
-        initializer_range=0.2)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        request.param, vocab_size=264, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=258, pad_token_id=256, initializer_range=0.2)).save_pretrained(folder)
     subprocess.run([sys.executable, ROOT / "examples" / "arithmetic" / "make_tokenizer.py", folder], check=True)
     return folder
 
