@@ -9,6 +9,7 @@ import psutil
 import pytest
 from miles_testing import engine_contract
 from miles_testing import engines as kit
+from miles_testing.engines import session
 from miles_vllm.files import weights_folder
 from small_server import MODEL, weights
 
@@ -41,20 +42,6 @@ def close(response, version, temperature=1.0):
     np.testing.assert_allclose(response.log_probs, reference(response, version, temperature), atol=5e-5, rtol=0)
 
 
-def using(engine, work, seconds=500):
-    """Start, bring to version 1, work, stop; bounded."""
-    async def run():
-        async with asyncio.timeout(seconds):
-            try:
-                await engine.start()
-                await engine.update_weights(weights(1), 1)
-                return await work()
-            finally:
-                await engine.stop()
-
-    return asyncio.run(run())
-
-
 def test_it_satisfies_the_contract_of_engines(make, monkeypatch):
     """The kit's checks; each gets an engine of its own, whose server takes a minute to start."""
     monkeypatch.setattr(kit, "PATIENCE", 300.0)
@@ -79,7 +66,7 @@ def test_log_probs_versions_pauses_and_refusals_at_temperature_1(make):
         await kept_in_place(engine)
         await stops(engine)
 
-    using(engine, work)
+    session(engine, weights(1), work, seconds=500)
 
 
 async def draws_are_keyed(engine):
@@ -176,7 +163,7 @@ def test_log_probs_at_another_temperature_and_a_server_that_is_killed(make):
         with pytest.raises(SyncError):  # it is behind, so that its watch has it load them again
             await asyncio.wait_for(engine.generate(ask(4, 4, temperature=0.7)), 60)
 
-    using(engine, work)
+    session(engine, weights(1), work, seconds=500)
 
 
 def process_of(engine) -> int:

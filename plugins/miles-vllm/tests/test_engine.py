@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from miles_testing import engine_contract
+from miles_testing.engines import session
 from miles_vllm import engine as engine_module
 
 from miles_core.errors import EngineDiedError, EngineError, SyncError
@@ -28,20 +29,6 @@ def ask(first: int = 1, tokens: int = 4, **sampling) -> Request:
     return Request(f"train-{first}", (first, 2, 3), SamplingParams(**{"max_new_tokens": tokens, **sampling}), key=1)
 
 
-def using(engine, work, seconds=60):
-    """Start, bring to version 1, work, stop; bounded."""
-    async def run():
-        async with asyncio.timeout(seconds):
-            try:
-                await engine.start()
-                await engine.update_weights(weights(1), 1)
-                return await work()
-            finally:
-                await engine.stop()
-
-    return asyncio.run(run())
-
-
 def test_it_satisfies_the_contract_of_engines(make):
     engine_contract(make, weights, vocabulary=264)
 
@@ -60,7 +47,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_an_error(make
         assert len((await engine.generate(ask())).output_ids) == 4  # it goes on
         return refused.value
 
-    assert using(engine, work).code == code
+    assert session(engine, weights(1), work).code == code
 
 
 def test_a_server_that_dies_is_replaced_and_named_when_it_dies_too_often(make, monkeypatch):
@@ -78,7 +65,7 @@ def test_a_server_that_dies_is_replaced_and_named_when_it_dies_too_often(make, m
             await call
         return died.value
 
-    error = using(engine, work)
+    error = session(engine, weights(1), work)
     assert error.code == "server-died" and error.who == "engine 0" and "code 7" in error.got
 
 
@@ -90,7 +77,7 @@ def test_a_request_that_is_never_answered_can_be_given_up(make):
             await asyncio.wait_for(engine.generate(ask(SILENT)), 0.3)
         assert len((await engine.generate(ask())).output_ids) == 4
 
-    using(engine, work)
+    session(engine, weights(1), work)
 
 
 def test_weights_that_a_server_cannot_load_are_not_served(make):
@@ -134,7 +121,7 @@ def test_a_stream_of_other_shapes_or_without_a_layer_reaches_no_server(make):
             assert engine.version == 1
         assert set((await engine.generate(ask())).versions.tolist()) == {1}
 
-    using(engine, work)
+    session(engine, weights(1), work)
 
 
 @pytest.mark.parametrize("change, code", [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import orjson
 
 from miles_core.config.tables import RunConfig
-from miles_core.errors import EngineError, MilesError
+from miles_core.errors import EngineError
 from miles_core.stages.placement import Placement, engines, logs
 from miles_core.stages.rollout import PauseMode, Request, Response
+from miles_sglang.background import Background
 from miles_sglang.client import Answer, Client, Failed
 from miles_sglang.hardware import readers
 from miles_sglang.in_flight import InFlightRequest, ModelFacts
@@ -72,9 +73,8 @@ class SglangEngine:
         self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
         self._control = asyncio.Lock()
-        self._tasks: set[asyncio.Task] = set()
-        self._failure: MilesError | None = None
-        self._started = self._stopping = False
+        self._background = Background(lambda error: self._scheduler.end(list(self._in_flight.values()), error))
+        self._started = False
         self._facts = ModelFacts.read(Path(config.checkpoint.hf_checkpoint), getattr(tokenizer, "eos_token_id", None),
                                       rollout.rollout_max_context_len)
 
@@ -242,7 +242,8 @@ class SglangEngine:
         """
         if self._started:
             return
-        self._started, self._stopping = True, False
+        self._started = True
+        self._background.open()
         try:
             await self._readers.open()
             await self._pool.open()
@@ -252,18 +253,15 @@ class SglangEngine:
         self._facts = self._facts.of_servers([server.info for server in self.servers])
         self._open = self._pool.serving = True
         for server in self.servers:
-            self._spawn(self._guarded(self._pool.watch(server)))
+            self._background.watch(self._pool.watch(server))
         if self._pool.router is not None:
-            self._spawn(self._guarded(self._pool.watch_router()))
+            self._background.watch(self._pool.watch_router())
         self._scheduler.admit()
 
     async def stop(self) -> None:
         """End all that we started, within seconds; requests in flight return as aborted."""
-        self._stopping, self._open, self._pool.serving = True, False, False
-        tasks, self._tasks = self._tasks, set()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._open = self._pool.serving = False
+        await self._background.close()
         requests = list(self._in_flight.values())
         self._scheduler.end(requests)
         if self._scheduler.sent:
@@ -277,8 +275,8 @@ class SglangEngine:
 
     async def _advance(self, inflight: InFlightRequest) -> None:
         """One call for a request: what it draws is added, or it is left for another try."""
-        if self._failure is not None:
-            raise self._failure
+        if self._background.failure is not None:
+            raise self._background.failure
         endpoint = await self._scheduler.acquire(inflight)
         if endpoint is None:
             inflight.reason = "abort"
@@ -291,7 +289,7 @@ class SglangEngine:
         except Failed as error:
             failed = error
         except asyncio.CancelledError:
-            self._spawn(self._pool.abort([inflight.rid]))
+            self._background.spawn(self._pool.abort([inflight.rid]))
             raise
         finally:
             self._scheduler.release(inflight)
@@ -303,7 +301,7 @@ class SglangEngine:
         Raises:
             EngineError: it was the last try.
         """
-        if self._stopping or inflight.aborted:
+        if self._background.closed or inflight.aborted:
             inflight.reason = "abort"
             return
         inflight.failures += 1
@@ -312,7 +310,8 @@ class SglangEngine:
                               code="request-retries-exhausted", got=str(why),
                               fix="look at the logs of the engines and the router") from why
         self.event("request_failed", request=inflight.request.id, attempt=inflight.failures, why=str(why)[:300])
-        self._spawn(self._pool.abort([inflight.rid]))  # a server may still draw for a call that was cut off
+        # A server may still draw for a call that was cut off.
+        self._background.spawn(self._pool.abort([inflight.rid]))
         with suppress(TimeoutError):
             await asyncio.wait_for(inflight.stop.wait(), min(LONGEST_DELAY, 0.1 * 2 ** (inflight.failures - 1)))
 
@@ -335,7 +334,7 @@ class SglangEngine:
             return 0
         if answer.version.isdecimal() and oldest <= int(answer.version) <= (newest or int(answer.version)):
             return int(answer.version)
-        self._spawn(self._pool.recheck())
+        self._background.spawn(self._pool.recheck())
         raise Failed(f"an answer from weights of version {answer.version!r} where {oldest} was expected")
 
     def _decode(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
@@ -350,7 +349,7 @@ class SglangEngine:
         await self._pool.each(lambda server: server.client.pause(how, DRAIN_SECONDS))
 
     async def _let_go(self) -> None:
-        if self._open and not self._released and not self._stopping:
+        if self._open and not self._released and not self._background.closed:
             await self._pool.each(lambda server: server.client.resume(), filter(self._pool.usable, self.servers))
             await self._pool.route()
             self._pool.serving = True
@@ -369,22 +368,3 @@ class SglangEngine:
         raise EngineError(f"{len(left)} requests did not come back within {DRAIN_SECONDS:g} s",
                           who=", ".join(sorted({endpoint.client.name for endpoint in self._scheduler.sent.values()})),
                           fix="look at its log", code="requests-not-drained")
-
-    async def _guarded(self, watch: Coroutine) -> None:
-        """Run a watch; if it fails, every waiting request gets its error."""
-        try:
-            await watch
-        except Exception as error:  # noqa: BLE001 - whatever it is, otherwise no task would watch the servers
-            own = isinstance(error, MilesError)
-            self._failure = error if own else EngineError("the server watchdog failed", code="server-watchdog-failed",
-                                                          got=repr(error))
-            self._failure.__cause__ = None if own else error
-            self._scheduler.end(list(self._in_flight.values()), self._failure)
-
-    def _spawn(self, work: Coroutine) -> None:
-        if self._stopping:  # nothing is left to look after
-            work.close()
-            return
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -86,7 +86,8 @@ class InFlightRequest:
     """
 
     def __init__(self, request: Request, order: int, facts: ModelFacts, decode: Callable[[np.ndarray, bool], str]):
-        _check(request, facts)
+        check_lengths(request, facts.context, facts.longest)
+        check_request(request, facts.vocab, facts.topk > 0, "SGLang")
         self.request, self.order, self._facts, self._decode = request, order, facts, decode
         self.rid = ""
         self.aborted = False
@@ -271,13 +272,20 @@ def _text(folder: Path) -> Mapping[str, Any]:
     return {**AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().to_dict(), **text}
 
 
-def _check(request: Request, facts: ModelFacts) -> None:
+def check_lengths(request: Request, context: int, longest: int) -> None:
+    """
+    Args:
+        context: most tokens of prompt and response.
+        longest: most tokens of an input.
+
+    Raises:
+        EngineError: a prompt that leaves no room for a token or is empty, or limits that no response can keep.
+    """
     who, sampling, length = f"request {request.id}", request.sampling, len(request.input_ids)
-    if not 0 < length <= facts.longest:
-        raise EngineError(f"{who} leaves no room in a context of {facts.context} tokens; an input has at most "
-                          f"{facts.longest}", code="prompt-exceeds-context",
-                          got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise the context length")
-    check_request(request, facts.vocab, facts.topk > 0, "SGLang")
+    if not 0 < length <= longest:
+        raise EngineError(f"{who} leaves no room in a context of {context} tokens; an input has at most {longest}",
+                          code="prompt-exceeds-context", got=f"a prompt of {length} tokens",
+                          fix="shorten the prompt, or raise the context length")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens or sampling.max_new_tokens < 1:
         raise EngineError(f"{who} has invalid lengths", code="sampling-lengths-invalid",
                           got=f"min_new_tokens {sampling.min_new_tokens}, max_new_tokens {sampling.max_new_tokens}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from miles_core.stages.placement import logs
 from miles_core.types import NodeSlot
 from miles_sglang.arguments import LOADER, command, environment
 from miles_sglang.awake import awake
+from miles_sglang.background import together
 from miles_sglang.client import Client
 from miles_sglang.plugin import sglang_options
 from miles_sglang.server import ended
@@ -139,17 +139,6 @@ async def end(server: Server) -> None:
     server.alive, server.version = False, 0
     await asyncio.gather(*(handle.stop() for handle in server.handles), return_exceptions=True)
     await server.client.reset()
-
-
-async def together(calls: Iterable) -> list:
-    """Results of calls that run at the same time; the first error ends the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def log_of(config: RunConfig, server: Server) -> Path:

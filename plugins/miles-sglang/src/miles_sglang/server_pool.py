@@ -13,9 +13,10 @@ from miles_core.hosts import Handle
 from miles_core.stages.placement import Placement, logs
 from miles_core.types import NodeSlot
 from miles_sglang.awake import awake
+from miles_sglang.background import together
 from miles_sglang.client import Client
 from miles_sglang.health import Health
-from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
+from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of
 from miles_sglang.plugin import sglang_options
 from miles_sglang.request_scheduler import Endpoint
 from miles_sglang.router import Router

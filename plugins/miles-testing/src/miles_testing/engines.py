@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from miles_core.stages.rollout import Engine, Request, Response, SamplingParams,
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 PATIENCE = 60.0
 """Seconds that one check may take."""
@@ -64,6 +66,25 @@ async def _bounded(work: Awaitable[None], what: str) -> None:
             await work
     except TimeoutError:
         raise AssertionError(f"{what}: not done within {PATIENCE:g} s") from None
+
+
+def session(engine: Engine, weights: Iterable[tuple[str, torch.Tensor]], work: Callable[[], Awaitable[T]],
+            seconds: float = PATIENCE) -> T:
+    """What `work` returns, run while an engine serves these weights as version 1; it is stopped afterwards.
+
+    Raises:
+        TimeoutError: all of it has taken `seconds`.
+    """
+    async def run() -> T:
+        async with asyncio.timeout(seconds):
+            try:
+                await engine.start()
+                await engine.update_weights(weights, 1)
+                return await work()
+            finally:
+                await engine.stop()
+
+    return asyncio.run(run())
 
 
 def request(index: int, vocabulary: int, tokens: int = 6, **sampling: object) -> Request:

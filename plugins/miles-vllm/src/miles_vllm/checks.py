@@ -66,26 +66,18 @@ def check_servers(config: RunConfig, options: VllmOptions) -> RunConfig:
     return config
 
 
-def check(request: Request, mode: str, vocabulary: int, context: int) -> None:
+def check(request: Request, mode: str, vocabulary: int) -> None:
     """
     Raises:
         EngineError: a request that these servers cannot answer, or not exactly.
     """
-    name, params = f"request {request.id}", request.sampling
-    if not 0 < len(request.input_ids) < context:
-        raise EngineError(f"{name} leaves no room in a context of {context} tokens; an input has at most {context - 1}",
-                          code="prompt-exceeds-context", got=f"a prompt of {len(request.input_ids)} tokens",
-                          fix="shorten the prompt, or raise the context length")
+    name = f"request {request.id}"
     check_request(request, vocabulary, experts=False, engine="the engine vllm")
     for what, needed in (("adapters", request.adapter), ("images", request.images)):
         if needed:
             raise EngineError(f"{name} needs {what}, which the engine vllm does not have", got=what,
                               fix="use --engine sglang", code="vllm-feature-missing")
-    if not 0 <= params.min_new_tokens <= params.max_new_tokens or params.max_new_tokens < 1:
-        raise EngineError(f"{name} has invalid lengths", code="sampling-lengths-invalid",
-                          got=f"min_new_tokens {params.min_new_tokens}, max_new_tokens {params.max_new_tokens}",
-                          fix="at least one new token, and not fewer than min_new_tokens")
-    if (inexactly := inexact(params, mode)) is not None:
+    if (inexactly := inexact(request.sampling, mode)) is not None:
         raise EngineError(f"{name} would get log-probs of another distribution", code="vllm-request-inexact",
                           got=f"{inexactly}, from a server with --logprobs-mode {mode}",
                           fix="sample at temperature 1, or cut nothing off")

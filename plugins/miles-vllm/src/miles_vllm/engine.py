@@ -8,10 +8,13 @@ which weights drew it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from miles_sglang.background import Background
+from miles_sglang.in_flight import check_lengths
 
 from miles_core.config.architecture import architecture_of
 from miles_core.errors import EngineError, MilesError, SyncError
@@ -62,9 +65,8 @@ class VllmEngine:
         self._calls: dict[str, Call] = {}
         self._pauses, self._pulse = 0, asyncio.Event()
         self._control = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: MilesError | None = None
-        self._started = self._stopping = False
+        self._background = Background(lambda _: self._wake())
+        self._started = False
 
     @property
     def version(self) -> int:
@@ -110,7 +112,8 @@ class VllmEngine:
         """
         if self._started:
             return
-        self._started, self._stopping = True, False
+        self._started = True
+        self._background.open()
         try:
             await self._pool.open()
         except BaseException:
@@ -118,16 +121,13 @@ class VllmEngine:
             raise
         self._pool.serving = True
         for server in self.servers:
-            self._spawn(self._guarded(self._pool.watch(server)))
+            self._background.watch(self._pool.watch(server))
         self._wake()
 
     async def stop(self) -> None:
         """End all that we started, within seconds; requests in flight return as aborted."""
-        self._stopping, self._pool.serving = True, False
-        tasks, self._tasks = self._tasks, set()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._pool.serving = False
+        await self._background.close()
         self._end(list(self._calls.values()))
         with suppress(MilesError, TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
@@ -147,7 +147,8 @@ class VllmEngine:
         if request.id in self._calls:
             raise EngineError(f"request {request.id} is already in flight", code="request-id-in-flight",
                               fix="give each request an id of its own")
-        check(request, self._mode, self._vocabulary, self._context)
+        check_lengths(request, self._context, self._context - 1)
+        check(request, self._mode, self._vocabulary)
         call = self._calls[request.id] = Call(request, self._context - len(request.input_ids))
         skip = request.sampling.skip_special_tokens
         try:
@@ -193,7 +194,7 @@ class VllmEngine:
     async def resume(self) -> None:
         """Go on after `pause`; does nothing otherwise."""
         async with self._control:
-            if not self._stopping:
+            if not self._background.closed:
                 await self._pool.each(lambda server: server.client.resume(), self._pool.usable())
                 self._pool.serving = True
                 self._wake()
@@ -273,7 +274,7 @@ class VllmEngine:
         except Failed as error:
             failed = error
         except asyncio.CancelledError:
-            self._spawn(self._forget(server, call.rid))
+            self._background.spawn(self._forget(server, call.rid))
             raise
         finally:
             server.load -= 1
@@ -283,9 +284,9 @@ class VllmEngine:
 
     async def _place(self, call: Call) -> Server | None:
         """A server with room; None once the request is to end."""
-        while not (call.ended or self._stopping):
-            if self._failure is not None:
-                raise self._failure
+        while not (call.ended or self._background.closed):
+            if self._background.failure is not None:
+                raise self._background.failure
             free = [server for server in self._pool.usable() if server.load < self._options.concurrency]
             if self._pool.serving and free:
                 return min(free, key=lambda server: server.load)
@@ -298,7 +299,7 @@ class VllmEngine:
         Raises:
             EngineError: it was the last try.
         """
-        if self._stopping or call.ended:
+        if self._background.closed or call.ended:
             call.reason = "abort"
             return
         call.failures += 1
@@ -345,23 +346,3 @@ class VllmEngine:
     async def _forget(self, server: Server, rid: str) -> None:
         with suppress(MilesError):
             await server.client.abort([rid])
-
-    async def _guarded(self, watch: Coroutine[Any, Any, None]) -> None:
-        """Run a watch; if it fails, every waiting request gets its error."""
-        try:
-            await watch
-        except Exception as error:  # noqa: BLE001 - whatever it is, otherwise no task would watch the servers
-            failure = error
-            if not isinstance(failure, MilesError):
-                failure = EngineError("the server watchdog failed", code="server-watchdog-failed", got=repr(error))
-                failure.__cause__ = error
-            self._failure = failure
-            self._wake()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._stopping:  # nothing is left to look after
-            work.close()
-            return
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

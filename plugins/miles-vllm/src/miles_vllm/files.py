@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from miles_core.errors import CheckpointError, SyncError
 from miles_core.record.publish import publish
@@ -88,13 +89,12 @@ def _shapes(checkpoint: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of the tensors in a folder's safetensors, from their headers."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                [length] = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-        except (OSError, ValueError, struct.error) as error:
+            with safe_open(path, "pt") as file:
+                shapes = [(name, tuple(file.get_slice(name).get_shape())) for name in file.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
             raise CheckpointError("the header of a file of weights cannot be read", who=str(path), got=error,
                                   fix="use a checkpoint that is whole", code="vllm-checkpoint-unreadable") from error
-        yield from ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")
+        yield from shapes
 
 
 def checkpoint_of(config: RunConfig) -> Path:

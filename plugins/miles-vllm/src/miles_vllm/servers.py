@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_sglang.background import together
 from miles_sglang.server import ServerProcess
 
 from miles_core.config.hardware import engine_dtype
@@ -100,13 +101,7 @@ class Servers:
                                   who="--rollout-num-gpus-per-engine", fix="use fewer GPUs for each engine")
             name = f"engine {seat.engine}"
             self.all.append(Server(name, Client(f"http://{seat.host}", name), seat, handle))
-        starts = [asyncio.ensure_future(self.launch(server)) for server in self.all]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+        await together(self.launch(server) for server in self.all)
 
     async def close(self) -> None:
         """End all servers; bounded."""
