@@ -104,4 +104,4 @@ def test_the_trainer_names_its_plugin_and_the_plan_says_what_it_takes(plan):
     import transformers
 
     count = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint()).num_parameters()
-    assert parameters(tiny_checkpoint()) == count
+    assert parameters(tiny_checkpoint()) == count and parameters(tiny_checkpoint(), beside_text=True) == 0

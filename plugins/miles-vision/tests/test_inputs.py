@@ -13,12 +13,15 @@ from miles_fsdp.module import CausalModule, read
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.scored import Temperature
 from miles_local.engine import LocalEngine
+from miles_vision import processor
+from miles_vision.images import opened
 from miles_vision.plugin import Vision, VisionOptions
 from pictures import picture
 
 from miles_core.columns import Columns
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
+from miles_core.errors import MilesError
 from miles_core.stages.rollout import Request, SamplingParams
 from miles_core.types import Drop, Prompt, Sample
 
@@ -28,10 +31,10 @@ FILES = {"red": picture((255, 0, 0)), "blue": picture((0, 0, 255)), "wide": pict
 @pytest.fixture
 def vision(checkpoint, tmp_path):
     """kind -> the plugin of a run; both roles in one, as this is about what they compute."""
-    def made(kind, **options):
+    def made(kind, templated=True, **options):
         config = with_values(
             RunConfig(), "test", checkpoint__hf_checkpoint=str(checkpoint(kind)), checkpoint__run_dir=str(tmp_path),
-            rollout__apply_chat_template=True, rollout__rollout_max_context_len=200,
+            rollout__apply_chat_template=templated, rollout__rollout_max_context_len=200,
             rollout__prompt_data=str(tmp_path / "train.jsonl"))
         return Vision(VisionOptions(multimodal_keys={"image": "pictures"}, **options), config)
 
@@ -145,3 +148,44 @@ def test_what_cannot_be_shown_is_dropped_with_its_reason(images, text, options, 
     prompt = Prompt(0, 3, "", (), metadata={"pictures": images}, messages=({"role": "user", "content": text},))
     answer = vision("qwen2_5_vl", **options).prepare_prompt(prompt)
     assert isinstance(answer, Drop) and answer.reason == reason and "row 3" in answer.detail
+
+
+@pytest.mark.parametrize("between", ["", ", "], ids=["touch", "apart"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_each_of_several_images_has_positions_of_its_own(kind, between, checkpoint, vision):
+    """The answer's log-probs are those of transformers' own forward, with positions that it counts for such images.
+
+    It takes tokens of one kind that touch for one image; every second one is a video of one frame there, which has
+    the same positions and is told apart."""
+    plugin, folder = vision(kind, templated=False), checkpoint(kind)
+    names = ["red", "wide", "blue"]
+    images, sizes = [FILES[name] for name in names], torch.tensor([6, 10, 6])  # tokens of 8 x 8 pixels
+    text = f"<|vision_start|>{between.join(['<image>'] * 3)}<|vision_end|>What?"
+    prompt = plugin.prepare_prompt(Prompt(0, 0, text, (1, 2), metadata={"pictures": images}))
+    (answer,) = engine_answers(folder, plugin, [prompt])
+    sample = sample_of(prompt, answer.output_ids)
+    trained, _ = trainer_log_probs(folder, plugin, [sample])
+
+    model = read(str(folder), FsdpOptions(), torch.float32, images=True)
+    pixels = processor.load(str(folder)).image_processor(images=list(map(opened, images)), return_tensors="pt")
+    tokens, grids = torch.from_numpy(sample.tokens.astype(np.int64))[None], pixels["image_grid_thw"]
+    places = (tokens[0] == 261).nonzero()[:, 0]
+    assert len(places) == sizes.sum() and (places[-1] - places[0] + 1 == len(places)) == (not between)
+    kinds = torch.zeros_like(tokens)
+    kinds[0, places] = torch.tensor([1, 2, 1]).repeat_interleave(sizes)
+    positions, _ = model.model.get_rope_index(tokens, kinds, image_grid_thw=grids[::2], video_grid_thw=grids[1::2])
+    with torch.no_grad():
+        logits = model(input_ids=tokens, position_ids=positions, **pixels).logits[0]
+    own = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt.token_ids) - 1:, 0]
+    drawn = torch.from_numpy(answer.log_probs)
+    print(kind, float((trained - own).abs().max()), float((drawn - own).abs().max()))
+    assert (trained - own).abs().max() <= 1e-4 and (drawn - own).abs().max() <= 1e-4
+
+
+def test_images_that_touch_and_have_other_tokens_are_refused(checkpoint, vision):
+    """By the error of a generator that changes them."""
+    plugin = vision("qwen2_5_vl")
+    model = read(str(checkpoint("qwen2_5_vl")), FsdpOptions(), torch.float32, images=True)
+    with pytest.raises(MilesError) as caught:
+        plugin.prefill_inputs(model, [259, *[261] * 15, 260, 65], [FILES["red"], FILES["wide"]])
+    assert caught.value.code == "vision-images-differ" and "[6, 10]" in str(caught.value)

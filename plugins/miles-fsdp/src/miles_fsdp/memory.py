@@ -17,13 +17,17 @@ MASTER, GRADIENT, MOMENT = 4, 4, 4
 """Bytes of a parameter in float32; AdamW has two moments, and Muon one."""
 LAYER = re.compile(r"\.\d+\.")
 """In the names of what belongs to one of several layers; embeddings, output layers and value heads have no number."""
+TEXT = re.compile(r"(^|\.)(language_model|lm_head)\.|^(model\.)?(embed_tokens|layers|norm)\.")
+"""Begins the names of a text model, where it lies beside what sees."""
 
 
-def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False) -> Iterator[tuple[str, str]]:
+def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False, images: bool = False,
+          ) -> Iterator[tuple[str, str]]:
     """(title, line), in the order of the plan.
 
     Args:
         frozen: what the checkpoint holds does not train.
+        images: what reads images is part of the model, and gathered whole for a pass.
     """
     perf, ranks = config.perf, trainer_gpus(config)
     size = f"{perf.micro_batch_size} samples"
@@ -48,22 +52,31 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False) -> I
     if frozen:
         each = MASTER + GRADIENT + (2 - muon) * MOMENT
         sizes += f"; {each} bytes for each parameter that plugins add, shared among ranks"
+    if images and (tower := parameters(folder, beside_text=True)):
+        copies, gradients = (1, "") if frozen else (2, " and its gradients")
+        whole = tower * computed * copies / GIB
+        sizes += f"; whole in each rank during a pass, what reads images{gradients}: {whole:.2g}"
     yield "memory", f"trainer, GiB in {where} beside activations: {sizes}"
 
 
-def parameters(folder: Path, *, matrices: bool = False) -> int | None:
+def parameters(folder: Path, *, matrices: bool = False, beside_text: bool = False) -> int | None:
     """Numbers in a directory's safetensors files, by their headers; None where there are none.
 
     Args:
         matrices: only what Muon moves, or nearly: the checkpoint may hold experts one by one.
+        beside_text: only what is no part of the text model, such as a vision tower.
     """
     files = sorted(folder.glob("*.safetensors"))
-    return sum(_numbers(path, matrices) for path in files) if files else None
+    shapes = [pair for path in files for pair in _shapes(path)]
+    return sum(math.prod(shape) for name, shape in shapes if (not matrices or _is_matrix(name, shape)) and not (
+        beside_text and TEXT.search(name))) if files else None
 
 
-def _numbers(path: Path, matrices: bool) -> int:
+def _shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if not matrices or (
-        len(entry["shape"]) in (2, 3) and LAYER.search(name) and not name.endswith("bias")))
+    return ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _is_matrix(name: str, shape: list[int]) -> bool:
+    return len(shape) in (2, 3) and LAYER.search(name) is not None and not name.endswith("bias")

@@ -93,7 +93,8 @@ class Fsdp:
         from miles_fsdp.memory import lines
 
         frozen = any("frozen-base" in one.manifest.provides for one in plugins)
-        return lines(config, self._options, frozen=frozen) if config.perf.trainer == "fsdp" else []
+        images = any(offer.hook == "forward_inputs" for one in plugins for offer in one.manifest.offers)
+        return lines(config, self._options, frozen=frozen, images=images) if config.perf.trainer == "fsdp" else []
 
     @hookimpl(name="fsdp")
     def trainer(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank) -> Trainer:

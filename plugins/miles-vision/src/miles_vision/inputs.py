@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miles_core.errors import EngineError
 from miles_vision.images import opened
 
 if TYPE_CHECKING:
@@ -60,10 +61,53 @@ def sequence_inputs(model: Any, tokens: Sequence[int], pixels: Sequence[Pixels],
     inputs = {name: one for name, one in joined.items() if name in takes}
     owner = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
     if owner is not None:
-        wanted = inspect.signature(owner.get_rope_index).parameters
-        grids = {name: one for name, one in joined.items() if name in wanted}
-        positions, _ = owner.get_rope_index(torch.tensor([list(tokens)]), mm_token_type_ids=kinds[None], **grids)
-        inputs["position_ids"] = positions[:, 0]
+        inputs["position_ids"] = _positions(owner, torch.tensor(list(tokens)), kinds, pixels)
     if "token_type_ids" in takes:
         inputs["token_type_ids"] = kinds
     return inputs
+
+
+def _positions(owner: Any, tokens: torch.Tensor, kinds: torch.Tensor, pixels: Sequence[Pixels]) -> torch.Tensor:
+    """[axes, L] by the model's own rule, which goes on after an image from its largest position.
+
+    It takes a run of tokens of one kind for one image. Where images touch it is asked image by image, each with the
+    text before it.
+
+    Args:
+        owner: what has get_rope_index.
+        tokens: [L].
+        kinds: [L] 1 where a token stands for a part of an image, else 0.
+    """
+    import torch
+
+    wanted = inspect.signature(owner.get_rope_index).parameters
+    pieces = [(len(tokens), pixels)]
+    if int((kinds.diff(prepend=kinds.new_zeros(1)) == 1).sum()) != len(pixels):
+        pieces = [*zip(_ends(owner, kinds, pixels), ([one] for one in pixels), strict=True), (len(tokens), [])]
+    parts: list[torch.Tensor] = []
+    begin = 0
+    for end, seen in pieces:
+        if begin < end:
+            grids = {name: torch.cat([one[name] for one in seen]) for name in wanted if seen and name in seen[0]}
+            rows, _ = owner.get_rope_index(tokens[None, begin:end], mm_token_type_ids=kinds[None, begin:end], **grids)
+            parts.append(rows[:, 0] + (parts[-1].max() + 1 if parts else 0))
+        begin = end
+    return torch.cat(parts, -1)
+
+
+def _ends(owner: Any, kinds: torch.Tensor, pixels: Sequence[Pixels]) -> list[int]:
+    """Where each image's tokens end, by their number.
+
+    Raises:
+        EngineError: the images have another number of tokens in all.
+    """
+    import torch
+
+    merged = owner.config.vision_config.spatial_merge_size ** 2
+    sizes = [int(one["image_grid_thw"].prod()) // merged for one in pixels]
+    places = kinds.nonzero()[:, 0]
+    if sum(sizes) != len(places):
+        raise EngineError("tokens and images of a sequence do not belong together", code="vision-images-differ",
+                          got=f"{len(places)} tokens of images, for images of {sizes}",
+                          fix="a generator passes on the prompt's tokens as they are, and draws none of an image's")
+    return (places[torch.tensor(sizes).cumsum(0) - 1] + 1).tolist()

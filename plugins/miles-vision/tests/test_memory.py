@@ -1,0 +1,30 @@
+"""What the plan says of the memory of a model that reads images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from miles_fsdp.memory import parameters
+from miles_fsdp.module import CausalModule, read
+from miles_fsdp.plugin import FsdpOptions
+from miles_fsdp.scored import Temperature
+from miles_testing.tiny import run_file
+
+from miles_core.plugins.plan import prepare
+
+
+@pytest.mark.parametrize(("kind", "precision", "size"), [
+    ("qwen2_5_vl", [], 4), ("qwen3_vl", ["--bf16"], 2), ("gemma3", [], 4),
+], ids=["qwen2_5_vl", "qwen3_vl-bf16", "gemma3"])
+def test_the_plan_counts_what_is_gathered_whole(kind, precision, size, checkpoint, tmp_path):
+    """The numbers of the trainer's own module beside its text, and their gradients, whole on each of two ranks."""
+    folder = checkpoint(kind)
+    module = CausalModule(read(str(folder), FsdpOptions(), torch.float32, images=True), Temperature(1.0, 64),
+                          inputs=lambda model, sample: {})
+    count = sum(one.numel() for one in module.beside_text())
+    assert count and parameters(folder, beside_text=True) == count
+    values = {"perf": {"trainer": "fsdp"}, "rollout": {"rollout_batch_size": 4}}
+    path = run_file(tmp_path / "run.toml", ["vision"], values, {}, checkpoint=folder)
+    flags = ["--multimodal-keys", '{"image": "pictures"}', "--actor-num-gpus-per-node", "2", *precision]
+    told = prepare(path, flags).to_text()
+    assert f"and its gradients: {2 * size * count / 2**30:.2g}" in told
