@@ -23,7 +23,7 @@ OWN = {
     "qwen3_5_moe": {"attn_output_gate": False, "norm_topk_prob": False},
     "qwen3_next": {"use_sliding_window": True}, "llama": {"sliding_window": 16, "final_logit_softcapping": 30.0},
     "mimo": {"use_mrope": True}, "gpt_oss": {"swiglu_alpha": 1.0}, "gemma3": {"attn_logit_softcapping": 50.0},
-    "nemotron_h": {"residual_in_fp32": True, "moe_latent_size": 32, "mamba_proj_bias": True},
+    "nemotron_h": {"residual_in_fp32": True, "mamba_proj_bias": True},
     "bailing_hybrid": {"expert_swiglu_limit_list": [0, 4.0], "share_expert_swiglu_limit_list": [5.0, 0],
                        "q_lora_rank": 32, "use_mla_nope": True},
     "qwen2": {"residual_multiplier": 0.22, "attn_logit_softcapping": 50.0},
