@@ -28,13 +28,12 @@ HOLDS: dict[str, Sequence[object]] = {
 def check_on_policy(config: RunConfig) -> None:
     """
     Raises:
-        ConfigError: the first thing for which the mode does not hold.
+        ConfigError: the first thing for which the mode, which is on, does not hold.
     """
     tables = asdict(config) | config.options | {"": config_json(config)[1] or {}}
-    for key, allowed in HOLDS.items() if config.algorithm.true_on_policy_mode else ():
+    for key, allowed in HOLDS.items():
         table, _, name = key.rpartition(".")
-        value = tables.get(table, {}).get(name)
-        if value not in (None, *allowed):
+        if (value := tables.get(table, {}).get(name)) not in (None, *allowed):
             raise ConfigError(f"true_on_policy_mode with the trainer fsdp does not hold with this {key}", got=value,
                               who=who(config, key if table else "checkpoint.hf_checkpoint"),
                               fix=f"it holds with {' or '.join(map(str, allowed))}; or leave the mode out",

@@ -84,7 +84,8 @@ class Fsdp:
 
         if config.perf.trainer != "fsdp":
             return config
-        check_on_policy(config)
+        if config.algorithm.true_on_policy_mode:
+            check_on_policy(config)
         return one_pass(config, note, plugins)
 
     @hookimpl

@@ -31,18 +31,19 @@ HOLDS: dict[str, Sequence[object]] = {
 
 
 def check_on_policy(config: RunConfig, _note: Callable[[str], None]) -> RunConfig:
-    """Refuse what --true-on-policy-mode cannot hold.
-
-    Raises:
-        ConfigError: the first thing outside of the contract.
     """
-    tables = asdict(config) | config.surfaces
-    values = {key: tables.get(table, {}).get(name) for key in HOLDS for table, _, name in [key.rpartition(".")]}
-    values["model_type"] = config.model.model_name or (config_json(config)[1] or {}).get("model_type")
-    for key, allowed in HOLDS.items() if config.algorithm.true_on_policy_mode else ():
-        if values[key] not in (None, *allowed):
+    Raises:
+        ConfigError: the first thing for which the mode does not hold.
+    """
+    if not config.algorithm.true_on_policy_mode:
+        return config
+    kind = config.model.model_name or (config_json(config)[1] or {}).get("model_type")
+    tables = asdict(config) | config.surfaces | {"": {"model_type": kind}}
+    for key, allowed in HOLDS.items():
+        table, _, name = key.rpartition(".")
+        if (value := tables.get(table, {}).get(name)) not in (None, *allowed):
             raise ConfigError(f"true_on_policy_mode does not hold with this {key}", code="true-on-policy-unavailable",
-                              got=values[key], who=who(config, key if "." in key else "checkpoint.hf_checkpoint"),
+                              got=value, who=who(config, key if table else "checkpoint.hf_checkpoint"),
                               fix=f"it holds with {' or '.join(map(str, allowed))}; or leave the mode out")
     return config
 
