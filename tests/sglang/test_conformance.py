@@ -21,15 +21,34 @@ READERS = pytest.mark.parametrize("readers", [0, 2], ids=["driver", "readers"])
 """By how many processes beside the driver answers are read; at 0 it reads them itself."""
 
 
-def reference(folder, ids, temperature=1.0):
-    """[len(ids) - 1] float32: transformers' log-prob of each id after those before it."""
+def reference(folder, ids, temperature=1.0, experts=None):
+    """[len(ids) - 1] float32: transformers' log-prob of each id after those before it.
+
+    experts: [len(ids) - 1, layers, top_k], those that compute each position; -1 where the router chooses.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if experts is not None:
+        replay(model, torch.tensor(experts, dtype=torch.int64))
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+        logits = model(torch.tensor([ids[:-1]])).logits[0] / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def replay(model, experts):
+    """Let these experts compute: of two whose scores are equal to rounding a server may take the other one."""
+    import torch
+
+    def chosen(layer, routed):
+        logits, _, own = routed
+        indices = torch.where(experts[:, layer] < 0, own, experts[:, layer])
+        scores = logits.softmax(-1).gather(1, indices)
+        return logits, scores / scores.sum(-1, keepdim=True), indices
+
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.gate.register_forward_hook(lambda gate, args, routed, layer=layer: chosen(layer, routed))
 
 
 def check(response, folder, *, temperature=1.0, tolerance=1e-5):
