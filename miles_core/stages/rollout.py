@@ -66,6 +66,7 @@ class Request:
         want: further data to return, such as "routed_experts".
         adapter: name of an adapter that the engine has been given and applies to this request.
         images: files, in the order of their placeholders in `input_ids`, which are expanded already.
+        unexpanded: with images, `input_ids` with one placeholder for each, for an engine that expands them itself.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Request:
     want: frozenset[str] = frozenset()
     adapter: str | None = None
     images: tuple[bytes, ...] = ()
+    unexpanded: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -86,6 +86,18 @@ def absent(name: str):
     return kernel
 
 
+class Kernels(torch._ops._OpNamespace):
+    """torch.ops.sgl_kernel: modules look up kernels for the CPU there that nothing here calls."""
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.endswith("_cpu"):
+                return absent(name)
+            raise
+
+
 def stand_in_for_kernels() -> list[torch.library.Library]:
     """Put a module in the place of sgl_kernel."""
     module = types.ModuleType("sgl_kernel")
@@ -95,6 +107,7 @@ def stand_in_for_kernels() -> list[torch.library.Library]:
     module.copy_all_layer_kv_cache_cpu = copy_all_layer_kv_cache_cpu
     module.__getattr__ = absent
     sys.modules["sgl_kernel"] = module
+    torch.ops.sgl_kernel = Kernels("sgl_kernel")
     library = torch.library.Library("sgl_kernel", "DEF")
     library.define("topk_softmax_cpu(Tensor hidden_states, Tensor gating_output, int topk, bool renormalize)"
                    " -> (Tensor, Tensor)")

@@ -114,9 +114,6 @@ SILENT = {
     "kl-that-drives-away": (("--kl-coef", -0.1), "algorithm.kl_coef", lambda: penalty(kl_coef=-0.1) > 0),
     "ratio-of-1-in-later-steps": ((SKIP, "--num-steps-per-rollout", 2), "algorithm.skip_actor_forward_only", lambda: (
         surrogate(old=NEW)[1] == 0 and surrogate()[1] == 0.5)),
-    "band-beyond-every-ratio": (("--eps-clip", 1.5), "algorithm.eps_clip", lambda: (
-        surrogate(advantage=-1.0, low=1.5)[1] == 0 and surrogate(advantage=-1.0)[1] == 0.5)),
-    "band-above-every-ratio": (("--eps-clip-high", 20), "algorithm.eps_clip_high", lambda: surrogate(high=20)[1] == 0),
     "bounds-of-the-ratio-as-widths": (("--eps-clip", 0.8, "--eps-clip-high", 1.28), "algorithm.eps_clip", lambda: (
         surrogate(low=0.8, high=1.28)[1] == 0 and surrogate()[1] == 0.5)),
     "band-of-no-width": (("--eps-clip", 0, "--eps-clip-high", 0), "algorithm.eps_clip", lambda: (
@@ -147,7 +144,6 @@ SILENT = {
         spoken(" ") == 2 and spoken("\n") == 3)),
     "answers-of-no-token": (("--rollout-max-response-len", 0), "rollout.rollout_max_response_len", lambda: (
         reduce(torch.ones(0), torch.ones(0), torch.ones(0)) == 0)),
-    "steps-that-round-away": (("--lr", 1e-13), "optimizer.lr", lambda: moved(1e-13) == 0 and moved(1e-6) > 0),
     "steps-larger-than-weights": (("--lr", 1), "optimizer.lr", lambda: moved(1) > 1),
     "dropout-in-the-trainer": (("--attention-dropout", 0.1), "megatron.attention_dropout", lambda: (
         len({*passes(0.5)}) == 2 and len({*passes(0.0)}) == 1)),

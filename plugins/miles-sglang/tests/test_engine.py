@@ -186,18 +186,32 @@ def test_what_drafts_add_after_the_end_is_cut(ask, ids, reason, sampling, end):
     assert response.finish_reason == ("stop" if end < len(ids) else "length")
 
 
-def test_images_go_with_every_call_and_the_tokens_stay_what_they_are(engine_over, ask):
-    """The placeholders are expanded once, by whoever made the prompt; a retracted request sends its images again."""
+def with_images(request):
+    """Of two, the first has two tokens."""
+    first, *rest = request.input_ids
+    return replace(request, input_ids=(first, first, *rest), unexpanded=request.input_ids, images=(b"one", b"two"))
+
+
+def test_images_go_with_every_call_and_the_server_expands_their_placeholders(engine_over, ask):
     async def work(engine, wire):
-        wire.plan = [500]
-        request = replace(ask("a", 4), images=(b"one", b"two"))
+        request = with_images(ask("a", 4))
+        wire.plan = [500, {"prompt_tokens": len(request.input_ids)}]
         return request, await engine.generate(request), list(wire.requests)
 
     request, response, bodies = over(engine_over, work)
     check(response, 4)
-    assert len(bodies) == 2 and all(body["input_ids"] == list(request.input_ids) for body in bodies)
+    assert len(bodies) == 2 and all(body["input_ids"] == list(request.unexpanded) for body in bodies)
     data = [[base64.b64decode(one.partition(",")[2]) for one in body["image_data"]] for body in bodies]
     assert data == [[b"one", b"two"]] * 2
+
+
+def test_images_that_the_server_expands_to_another_number_of_tokens_are_an_error(engine_over, ask):
+    async def work(engine, wire):
+        await engine.generate(with_images(ask("a", 4)))
+
+    with pytest.raises(EngineError) as caught:
+        over(engine_over, work)
+    assert caught.value.code == "sglang-image-tokens" and "3 tokens of input, not 4" in caught.value.got
 
 
 @pytest.mark.parametrize(("pieces", "versions", "kinds"), [

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import shutil
+from pathlib import Path
+
+from miles_testing import tiny_checkpoint
 
 TEXT = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=8, max_position_embeddings=256, eos_token_id=258, pad_token_id=256,
             bos_token_id=257, initializer_range=0.3)
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-TOWER = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, spatial_merge_size=2,
-             temporal_patch_size=2, out_hidden_size=32, in_channels=3, initializer_range=0.3)
+TOWER = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, spatial_merge_size=2, temporal_patch_size=2,
+             out_hidden_size=32, in_channels=3, initializer_range=0.3)
 TOKENS = dict(vision_start_token_id=259, vision_end_token_id=260, image_token_id=261, video_token_id=262)
 MODELS = {
     "qwen2_5_vl": dict(
         text_config=TEXT | dict(rope_parameters=ROPE),
-        vision_config=TOWER | dict(window_size=16, fullatt_block_indexes=[1]), **TOKENS),
+        vision_config=TOWER | dict(fullatt_block_indexes=[1]), **TOKENS),
     "qwen3_vl": dict(
         text_config=TEXT | dict(rope_parameters=ROPE | {"mrope_interleaved": True}),
         vision_config=TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=64), **TOKENS),
@@ -26,8 +31,8 @@ MODELS = {
                            patch_size=4, image_size=16, num_channels=3),
         mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
 }
-QWEN = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2, temporal_patch_size=2,
-            min_pixels=64, max_pixels=1024, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+QWEN = dict(image_processor_type="Qwen2VLImageProcessor", merge_size=2, temporal_patch_size=2,
+            image_mean=[0.5] * 3, image_std=[0.5] * 3)
 PROCESSORS = {
     "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
     "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
@@ -56,11 +61,48 @@ def picture(colour=(255, 0, 0), size=(24, 16), side=8, place=(4, 4)) -> bytes:
     return file.getvalue()
 
 
-def rows(folder, count=8):
+def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
+    """The folder, with a tiny random model, its processor's files and train.jsonl.
+
+    Args:
+        patch: pixels of a patch's side. SGLang's Qwen2.5-VL takes other pixels than those of 14 for embeddings.
+    """
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    shutil.copytree(tiny_checkpoint(), folder, dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    template = TEMPLATE if kind != "gemma3" else TEMPLATE.replace("<|image_pad|>", "").replace("<|vision_end|>", "")
+    said |= {"chat_template": template, **SPELLINGS.get(kind, {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    torch.manual_seed(0)
+    constants = AutoConfig.for_model(kind, **MODELS[kind])
+    constants.vision_config.patch_size, constants.vision_config.window_size = patch, 4 * patch
+    model = AutoModelForImageTextToText.from_config(constants)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    sizes = {} if kind == "gemma3" else dict(patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind] | sizes))
+    if kind == "gemma3":
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder, scale=patch / 4)))
+    return folder
+
+
+def rows(folder, count=8, scale=1.0):
     """Paths, base64 and data URLs by turns; every fourth row has two images."""
     (folder / "pictures").mkdir(exist_ok=True)
     for number in range(count):
-        data = [picture((40 * number % 256, 255 - 30 * number, 90), (16 + 8 * (number % 3), 16), place=(number % 8, 2))
+        size = (int(scale * (16 + 8 * (number % 3))), int(scale * 16))
+        data = [picture((40 * number % 256, 255 - 30 * number, 90), size, int(scale * 8), (number % 8, 2))
                 for _ in range(1 + (number % 4 == 3))]
         (folder / "pictures" / f"{number}.png").write_bytes(data[0])
         text = base64.b64encode(data[0]).decode()

@@ -31,10 +31,10 @@ FILES = {"red": picture((255, 0, 0)), "blue": picture((0, 0, 255)), "wide": pict
 @pytest.fixture
 def vision(checkpoint, tmp_path):
     """kind -> the plugin of a run; both roles in one, as this is about what they compute."""
-    def made(kind, templated=True, **options):
+    def made(kind, templated=True, engine="local", **options):
         config = with_values(
             RunConfig(), "test", checkpoint__hf_checkpoint=str(checkpoint(kind)), checkpoint__run_dir=str(tmp_path),
-            rollout__apply_chat_template=templated, rollout__rollout_max_context_len=200,
+            rollout__apply_chat_template=templated, rollout__rollout_max_context_len=200, rollout__engine=engine,
             rollout__prompt_data=str(tmp_path / "train.jsonl"))
         return Vision(VisionOptions(multimodal_keys={"image": "pictures"}, **options), config)
 
@@ -122,8 +122,20 @@ def test_every_image_has_its_tokens_once_and_preparing_again_changes_nothing(vis
     assert prompt.token_ids.count(261) == (24 * 16 + 40 * 16) // 64 and prompt.token_ids.count(259) == 2
     assert plugin.prepare_prompt(prompt) is prompt
     assert "pictures" not in prompt.metadata and prompt.metadata["other"] == 1
-    assert plugin.generate_request(Request("a", prompt.token_ids, SamplingParams(), 0), prompt).images == (
-        FILES["red"], FILES["wide"])
+    request = plugin.generate_request(Request("a", (*prompt.token_ids, 7, 7), SamplingParams(), 0), prompt)
+    assert request.images == (FILES["red"], FILES["wide"]) and request.input_ids == (*prompt.token_ids, 7, 7)
+    assert request.unexpanded.count(261) == 2 and request.unexpanded[-2:] == (7, 7)
+    others = [[token for token in ids if token != 261] for ids in (request.unexpanded, request.input_ids)]
+    assert others[0] == others[1]
+
+
+@pytest.mark.parametrize("engine", ["local", "sglang"])
+def test_images_that_touch_are_dropped_where_a_server_would_take_them_for_one(engine, vision):
+    plugin = vision("qwen2_5_vl", templated=False, engine=engine)
+    touching, apart = (plugin.prepare_prompt(Prompt(0, 3, text, (1,), metadata={"pictures": [FILES["red"]] * 2}))
+                       for text in ("<image><image>?", "<image>, <image>?"))
+    assert isinstance(touching, Drop) == (engine == "sglang") and not isinstance(apart, Drop)
+    assert engine == "local" or touching.reason == "images_touch"
 
 
 def test_an_answer_ends_with_a_token_that_stands_for_an_image(checkpoint, vision):

@@ -152,15 +152,17 @@ IMAGE = {"image": "pictures"}
 
 
 @pytest.mark.parametrize(("changed", "keys", "removed", "code"), [
-    ({}, {}, None, "vision-keys"), ({}, IMAGE | {"video": "clips"}, None, "vision-keys"),
-    ({"perf__trainer": "megatron"}, IMAGE, None, "vision-trainer"),
-    ({"fsdp__context_parallel_size": 2}, IMAGE, None, "vision-context-parallel"),
+    ({}, {}, None, "vision-setting"), ({}, IMAGE | {"video": "clips"}, None, "vision-setting"),
+    ({"perf__trainer": "megatron"}, IMAGE, None, "vision-setting"),
+    ({"fsdp__context_parallel_size": 2}, IMAGE, None, "vision-setting"),
+    ({"rollout__engine": "vllm"}, IMAGE, None, "vision-setting"),
+    ({"rollout__engine": "sglang"}, IMAGE, None, "vision-setting"),
     ({}, IMAGE, "image_token_id", "vision-model-without-images"),
     ({}, IMAGE, "vision_config", "vision-model-without-images"),
     ({}, IMAGE, "preprocessor_config.json", "vision-processor-missing"),
 ])
 def test_settings_that_would_ignore_images_are_named_before_the_start(changed, keys, removed, code, tmp_path):
-    said = {"image_token_id": 261, "vision_config": {}}
+    said = {"model_type": "gemma3", "image_token_id": 261, "vision_config": {}}
     said.pop(removed, None)
     (tmp_path / "config.json").write_text(json.dumps(said))
     if removed != "preprocessor_config.json":

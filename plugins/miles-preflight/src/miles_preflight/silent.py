@@ -10,8 +10,6 @@ from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
-SMALLEST_LR = 1e-12
-"""Steps below it are lost where float32 weights are rounded."""
 COLDEST = 0.01
 """The lowest temperature that training samples at: logits are divided by it, on both sides."""
 READ = ("checkpoint.hf_checkpoint", "checkpoint.ref_load", "checkpoint.load")
@@ -24,9 +22,6 @@ def check_silent(config: RunConfig) -> None:
     Raises:
         ConfigError: a run that would go on and be wrong, or that would write over what it reads.
     """
-    if 0 < config.optimizer.lr < SMALLEST_LR:
-        _refuse(config, "steps of this size are lost where float32 is rounded, and no weight would change",
-                "1e-6 is usual; where nothing is to be learnt, --lr 0 says so", "optimizer.lr")
     _schedule(config)
     _loss(config)
     _ratio(config)
@@ -93,9 +88,6 @@ def _ratio(config: RunConfig) -> None:
     if algorithm.policy_loss != "clip" or config.debug.debug_rollout_only:
         return
     keys = ("algorithm.eps_clip", "algorithm.eps_clip_high")
-    if low > 1 or high > 10:
-        _refuse(config, "a ratio of probabilities hardly reaches the ends of this band, so nothing would be clipped",
-                "0.2 and 0.28 are usual", *keys)
     if 0.5 <= low <= 1 < high < 1.6:
         _refuse(config, "these look like bounds of the ratio, and here they are widths to both sides of 1",
                 "for 0.8 to 1.28 write --eps-clip 0.2 --eps-clip-high 0.28", *keys)

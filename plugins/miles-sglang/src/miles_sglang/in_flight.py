@@ -124,13 +124,14 @@ class InFlightRequest:
         }  # fmt: skip
         if self._facts.seeded:
             params["sampling_seed"] = self.request.key & (2**62 - 1)
-        body = {"rid": self.rid, "input_ids": [*self.request.input_ids, *self.ids.tolist()], "sampling_params": params,
+        ids = self.request.unexpanded or self.request.input_ids
+        body = {"rid": self.rid, "input_ids": [*ids, *self.ids.tolist()], "sampling_params": params,
                 "return_logprob": True}
         if "routed_experts" in self.request.want:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self._rows}
         if self.request.adapter is not None:
             body["lora_path"] = self.request.adapter
-        if self.request.images:  # runs of their tokens in the input stand for one each
+        if self.request.images:
             body["image_data"] = [f"data:;base64,{base64.b64encode(one).decode()}" for one in self.request.images]
         if cache_key is not None:
             body["extra_key"] = cache_key  # prefixes are shared among equal keys alone
@@ -141,10 +142,16 @@ class InFlightRequest:
 
         Raises:
             Failed: routed experts were requested but not returned; nothing is added.
+            EngineError: the server has expanded images to another number of tokens than the trainer has.
         """
         last = answers[-1]
         self._calls, self._read = self._calls + 1, last.text
         count = sum(len(answer.ids) for answer in answers)
+        if count and self.request.images and last.counts.get("prompt_tokens", self._length) != self._length:
+            raise EngineError("SGLang expands the images of a request to another number of tokens than the trainer has",
+                              got=f"{last.counts['prompt_tokens']} tokens of input, not {self._length}",
+                              who=f"request {self.request.id}", code="sglang-image-tokens",
+                              fix="let servers use the checkpoint's own image processor, and its settings")
         if count and "routed_experts" in self.request.want:
             if last.experts is None:
                 if last.reason == "abort":  # in the waiting queue; the tokens are drawn again

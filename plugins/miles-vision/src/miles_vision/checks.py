@@ -17,18 +17,24 @@ def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
         keys: of rows, by medium.
 
     Raises:
-        ConfigError: no key of images or other keys, a trainer that sees none, rows shared among ranks.
+        ConfigError: a medium that is not read, or a setting with which a part of the run would not see images.
         CheckpointError: a model that reads no images, or without its processor's files.
     """
-    if set(keys) != {"image"} or not isinstance(keys["image"], str):
-        raise ConfigError("the plugin vision reads images, and no other medium", code="vision-keys", got=keys or None,
-                          who=who(config, "vision.multimodal_keys"), fix="""--multimodal-keys '{"image": "images"}'""")
-    if config.perf.trainer != "fsdp":
-        raise ConfigError("this trainer computes without images", code="vision-trainer", got=config.perf.trainer,
-                          who=who(config, "perf.trainer"), fix="--trainer fsdp")
-    if (config.options.get("fsdp") or {}).get("context_parallel_size", 1) != 1:
-        raise ConfigError("a sample with images cannot be shared among ranks", code="vision-context-parallel",
-                          who=who(config, "fsdp.context_parallel_size"), fix="leave --fsdp.context-parallel-size out")
+    engine, shared = config.rollout.engine or "local", config.options.get("fsdp", {}).get("context_parallel_size", 1)
+    gemma = (config_json(config)[1] or {}).get("model_type") == "gemma3"
+    backend = config.surfaces.get("server", {}).get("attention_backend")
+    for key, value, unseen, fix in (
+        ("vision.multimodal_keys", dict(keys), set(keys) != {"image"} or not isinstance(keys["image"], str),
+         """--multimodal-keys '{"image": "images"}': no other medium is read"""),
+        ("perf.trainer", config.perf.trainer, config.perf.trainer != "fsdp", "--trainer fsdp"),
+        ("fsdp.context_parallel_size", shared, shared != 1, "leave it out: a sample with images stays on a rank"),
+        ("rollout.engine", engine, engine not in ("local", "sglang"), "--engine sglang, or local"),
+        ("server.attention_backend", backend, engine == "sglang" and backend != "triton" and gemma,
+         "--sglang-attention-backend triton: tokens of an image see those after them"),
+    ):
+        if unseen:
+            raise ConfigError("images would not be seen with this setting", code="vision-setting", got=value or None,
+                              who=who(config, key), fix=fix)
     _check_model(config)
     return config
 

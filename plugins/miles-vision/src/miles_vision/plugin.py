@@ -70,12 +70,14 @@ class Vision:
     @hookimpl
     def generate_request(self, request: Request, prompt: Prompt) -> Request:
         """The files go with the tokens, and an answer ends with a token that would stand for an image."""
+        from miles_vision.processor import unexpanded
         from miles_vision.prompts import names_of
 
         seen, sampling = self._sees(), request.sampling
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *seen.placeholders)))
-        return replace(request, images=tuple(seen.store.get(name) for name in names_of(prompt)),
-                       sampling=replace(sampling, stop_token_ids=stops))
+        images = tuple(seen.store.get(name) for name in names_of(prompt))
+        return replace(request, images=images, sampling=replace(sampling, stop_token_ids=stops),
+                       unexpanded=unexpanded(request.input_ids, seen.placeholders[0]) if images else ())
 
     @hookimpl
     def prefill_inputs(self, model: Any, tokens: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:

@@ -77,6 +77,16 @@ def expanded(processor: Any, text: str, images: Sequence[Image], special: bool) 
     return tuple(map(int, encoded["input_ids"][0]))
 
 
+def unexpanded(ids: Sequence[int], token: int) -> tuple[int, ...]:
+    """The ids with one placeholder for each image.
+
+    Args:
+        ids: [L] expanded; images do not touch.
+        token: the image's placeholder.
+    """
+    return tuple(one for before, one in zip((None, *ids), ids, strict=False) if not one == token == before)
+
+
 def placeholders(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that stand for what is seen, the image's first.
 

@@ -70,6 +70,9 @@ class Preparation:
             return Drop("prompt_too_long", f"{where}: {len(ids)} tokens with those of its images")
         if files and ids[-1] == self._token:
             return Drop("image_last", f"{where}: the prompt ends with an image; let text follow it")
+        if self._config.rollout.engine not in (None, "local") and processor.unexpanded(ids, self._token).count(
+                self._token) != len(files):
+            return Drop("images_touch", f"{where}: servers tell images apart by what stands between them")
         metadata = {key: value for key, value in prompt.metadata.items() if key != self._key}
         names = [self._store.put(data) for data in files]
         return replace(prompt, text=text, token_ids=ids, metadata=metadata | {KEY: names})

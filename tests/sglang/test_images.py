@@ -1,0 +1,27 @@
+"""Images in a real SGLang server: it expands their placeholders and processes their files itself."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from miles_testing import toy_run
+
+from conftest import LAUNCHER, ROOT
+
+sys.path.insert(0, str(ROOT / "plugins/miles-vision/tests"))  # pictures.py
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_a_server_sees_the_images_that_the_trainer_sees(kind, tmp_path):
+    """Before and after a sync of all weights, the tower's among them; two images in every fourth prompt."""
+    from pictures import make_model
+
+    folder = make_model(tmp_path / kind, kind, patch=14)
+    run = toy_run(["fsdp", "vision"], steps=2, checkpoint=folder, timeout=300,
+                  flags=["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8",
+                         "--engine", "sglang", "--server-command", *LAUNCHER, "--sglang-max-total-tokens", "4096"],
+                  options={"optimizer.lr": 1e-2, "perf.trainer": "fsdp", "rollout.rollout_max_context_len": 200})
+    gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in run.metrics]
+    print(kind, gaps)
+    assert len(gaps) == 2 and max(gaps) <= 1e-4
