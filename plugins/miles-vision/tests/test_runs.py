@@ -155,6 +155,7 @@ IMAGE = {"image": "pictures"}
     ({}, {}, None, "vision-setting"), ({}, IMAGE | {"video": "clips"}, None, "vision-setting"),
     ({"perf__trainer": "megatron"}, IMAGE, None, "vision-setting"),
     ({"fsdp__context_parallel_size": 2}, IMAGE, None, "vision-setting"),
+    ({"rollout__rollout_ignore_eos": True}, IMAGE, None, "vision-setting"),
     ({"rollout__engine": "vllm"}, IMAGE, None, "vision-setting"),
     ({"rollout__engine": "sglang"}, IMAGE, None, "vision-setting"),
     ({}, IMAGE, "image_token_id", "vision-model-without-images"),

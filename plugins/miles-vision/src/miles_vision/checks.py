@@ -28,6 +28,7 @@ def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
          """--multimodal-keys '{"image": "images"}': no other medium is read"""),
         ("perf.trainer", config.perf.trainer, config.perf.trainer != "fsdp", "--trainer fsdp"),
         ("fsdp.context_parallel_size", shared, shared != 1, "leave it out: a sample with images stays on a rank"),
+        ("rollout.rollout_ignore_eos", True, config.rollout.rollout_ignore_eos, "leave it out: an image's ends it too"),
         ("rollout.engine", engine, engine not in ("local", "sglang"), "--engine sglang, or local"),
         ("server.attention_backend", backend, engine == "sglang" and backend != "triton" and gemma,
          "--sglang-attention-backend triton: tokens of an image see those after them"),
