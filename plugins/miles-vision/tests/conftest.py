@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pictures.py
 def checkpoint(tmp_path_factory):
     """model_type -> a directory with a tiny random model, its processor's files and train.jsonl."""
     import torch
-    from pictures import MODELS, PROCESSORS, SPELLINGS, TEMPLATE, rows
+    from pictures import ALONE, MODELS, PROCESSORS, QWENS, SETTINGS, SPELLINGS, TEMPLATE, WORDS, rows
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -27,10 +27,11 @@ def checkpoint(tmp_path_factory):
         shutil.copytree(tiny_checkpoint(), folder, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+        tokenizer.add_special_tokens([*WORDS.get(kind, QWENS)])
         tokenizer.save(str(folder / "tokenizer.json"))
         said = json.loads((folder / "tokenizer_config.json").read_text())
-        template = TEMPLATE if kind != "gemma3" else TEMPLATE.replace("<|image_pad|>", "").replace("<|vision_end|>", "")
+        whole = QWENS[0] + QWENS[2] + QWENS[1]
+        template = TEMPLATE.replace(whole, ALONE.get(kind, whole))
         said |= {"chat_template": template, **SPELLINGS.get(kind, {})}
         (folder / "tokenizer_config.json").write_text(json.dumps(said))
         torch.manual_seed(0)
@@ -41,8 +42,8 @@ def checkpoint(tmp_path_factory):
                     parameter.normal_(0, 0.3)
         model.save_pretrained(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
-        if kind == "gemma3":
-            (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+        if kind in SETTINGS:
+            (folder / "processor_config.json").write_text(json.dumps(SETTINGS[kind]))
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder)))
         return folder
 

@@ -6,6 +6,7 @@ a sequence's bucket depends on its own length only, so neither padding nor packi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -128,8 +129,13 @@ class PackedLayout:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Megatron's PackedSeqParams that remembers what the layers made of it."""
+    """Megatron's PackedSeqParams that remembers what the layers made of it.
 
+    Args:
+        replaced: embeddings [t, 1, H] of this rank's rows, and the number of the first -> with others in place of some.
+    """
+
+    replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = field(default=None, repr=False, compare=False)
     layout: PackedLayout | None = field(default=None, repr=False, compare=False)
     _on_device: PackedSeqParams | None = field(default=None, repr=False, compare=False)
 
@@ -158,18 +164,19 @@ class PackedRows(PackedSeqParams):
         return self._on_device
 
 
-def packed_rows(cu_seqlens) -> PackedRows:
+def packed_rows(cu_seqlens, replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> PackedRows:
     """Describe packed sequences to the model.
 
     Args:
         cu_seqlens: [n+1] integers (list, array or tensor), where each sequence begins, padding included. Under context
             parallelism these are the boundaries before the rows are split among ranks.
+        replaced: see PackedRows.
     """
     cu = torch.as_tensor(cu_seqlens, dtype=torch.int32)
     longest = int((cu[1:] - cu[:-1]).max()) if len(cu) > 1 else 0
     return PackedRows(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
+        max_seqlen_q=longest, max_seqlen_kv=longest, replaced=replaced,
     )  # fmt: skip
 
 

@@ -9,6 +9,10 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 
+BUILT = ("mistral3",)
+"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, which have
+a position each as others do, and enter the model by its embedding only."""
+
 
 def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     """The configuration as it is.
@@ -17,20 +21,30 @@ def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
         keys: of rows, by medium.
 
     Raises:
-        ConfigError: no key of images or other keys, a trainer that sees none, rows shared among ranks.
+        ConfigError: no key of images or other keys, a trainer that sees none, or not with this model, rows shared among
+            ranks, adapters that travel alone.
         CheckpointError: a model that reads no images, or without its processor's files.
     """
     if set(keys) != {"image"} or not isinstance(keys["image"], str):
         raise ConfigError("the plugin vision reads images, and no other medium", code="vision-keys", got=keys or None,
                           who=who(config, "vision.multimodal_keys"), fix="""--multimodal-keys '{"image": "images"}'""")
-    if config.perf.trainer != "fsdp":
-        raise ConfigError("this trainer computes without images", code="vision-trainer", got=config.perf.trainer,
-                          who=who(config, "perf.trainer"), fix="--trainer fsdp")
-    if (config.options.get("fsdp") or {}).get("context_parallel_size", 1) != 1:
+    megatron, kind = config.perf.trainer == "megatron", model_type(config)
+    if config.perf.trainer != "fsdp" and not (megatron and kind in (*BUILT, None)):
+        raise ConfigError("this trainer computes this model without images", code="vision-trainer",
+                          got=f"{config.perf.trainer}, {kind}", who=who(config, "perf.trainer"), fix="--trainer fsdp")
+    if megatron and config.perf.weight_sync == "adapter":
+        raise ConfigError("what reads images travels with all weights", code="vision-adapters-alone", got="adapter",
+                          who=who(config, "perf.weight_sync"), fix="leave it out, or train with --trainer fsdp")
+    if not megatron and (config.options.get("fsdp") or {}).get("context_parallel_size", 1) != 1:
         raise ConfigError("a sample with images cannot be shared among ranks", code="vision-context-parallel",
                           who=who(config, "fsdp.context_parallel_size"), fix="leave --fsdp.context-parallel-size out")
     _check_model(config)
     return config
+
+
+def model_type(config: RunConfig) -> object:
+    """Of the checkpoint; None where it is not here."""
+    return (config_json(config)[1] or {}).get("model_type")
 
 
 def _check_model(config: RunConfig) -> None:
