@@ -1,11 +1,11 @@
-"""Rows in place of embeddings: whichever part of a micro-batch a rank has, it gets its own."""
+"""Rows in place of embeddings, and positions: whichever part of a micro-batch a rank has, it gets its own."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from miles_megatron.embedding import replacement
+from miles_megatron.embedding import positions, replacement
 from miles_megatron.microbatch import assemble
 
 from miles_core.columns import Columns
@@ -64,3 +64,16 @@ def test_nothing_is_replaced_where_nobody_returns_rows_and_rows_beyond_a_sample_
     with pytest.raises(HookError) as caught:
         replacement(lambda *_: {6: torch.zeros(2, 3)}, batch, FOLDER)
     assert caught.value.code == "embedding-rows-outside"
+
+
+def test_positions_are_places_in_a_sample_unless_somebody_says_otherwise():
+    """On ranks of context parallelism those of the rows that they have."""
+    batch = assemble(Columns(), [sample(5), sample(7)], sequence_parallel=16)
+    assert positions(lambda *_: {}, batch, FOLDER) is None
+    said = torch.tensor([[3, 3, 4], [5, 6, 6]])
+    whole = positions(lambda one, _: {2: said} if one.length == 7 else {}, batch, FOLDER)
+    assert whole[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 3, 3, 4, 5, 6, 0, 1, 2, 3]
+    assert whole[1].tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 6, 5, 6, 0, 1, 2, 3]
+    batch.places = np.array([7, 1, 12])
+    mine = positions(lambda one, _: {2: said} if one.length == 7 else {}, batch, FOLDER)
+    assert mine.tolist() == [[3, 1, 0], [5, 1, 0]]

@@ -47,6 +47,8 @@ weight_decay = 0.1
 adam_eps = 1e-6
 lr_decay_style = "constant"
 """
+KINDS = ["mistral3", "qwen2_5_vl"]
+SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
 
 
@@ -85,13 +87,15 @@ def expected(folder, store, batch):
         names = sample.prompt.metadata["image_files"]
         pixels = dict(process(images=[opened(store.get(name)) for name in names], return_tensors="pt")) if names else {}
         tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+        if "image_grid_thw" in pixels:
+            pixels["mm_token_type_ids"] = (tokens == 261).long()[None]
         with torch.no_grad():
             logits = model(input_ids=tokens[None], **pixels).logits[0, -sample.response_length - 1 : -1]
         answer = tokens[-sample.response_length :]
         yield logits.log_softmax(-1).gather(1, answer[:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("kind", ["mistral3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_answers_have_the_log_probs_of_the_whole_model_and_not_those_of_another_image(kind, checkpoint, planned):
     plan, (batch,), store = planned(kind, images=IMAGES[:1])
     ours, theirs = scored(plan, batch), [*expected(checkpoint(kind), store, batch)]
@@ -106,16 +110,17 @@ def test_answers_have_the_log_probs_of_the_whole_model_and_not_those_of_another_
     assert all(np.array_equal(a, b) for a, b in zip(other[1:], ours[1:], strict=True)), "of that sample alone"
 
 
-def test_engines_are_sent_the_whole_checkpoint(checkpoint, planned):
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
     """The bits of what is frozen beside Megatron's model, and of the model as it was filled."""
-    plan, _, _ = planned("mistral3")
+    plan, _, _ = planned(kind)
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     try:
         trainer.load()
         sent = {name: tensor.clone() for name, tensor in trainer.models.for_engine()}
     finally:
         cpu.leave()
-    stored = load_file(checkpoint("mistral3") / "model.safetensors")
+    stored = load_file(checkpoint(kind) / "model.safetensors")
     assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
 
 
@@ -123,7 +128,7 @@ OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "roll
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["mistral3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
     """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model."""
     if kind == "mistral3":
@@ -142,7 +147,7 @@ def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(k
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == {name for name in before if "vision_tower" in name or "multi_modal_projector" in name}
+    assert same and same == {name for name in before if name.startswith(SEEING)}
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
 
 
@@ -169,7 +174,7 @@ LAYOUTS = {
 
 @pytest.mark.full  # three processes
 @pytest.mark.xdist_group("vision-towers")
-@pytest.mark.parametrize("kind", ["mistral3"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_are_one(layout, kind, planned, ranks):
     """Two steps with the reference's pass: log-probs of trained answers, losses and weights."""

@@ -1,4 +1,5 @@
-"""Rows that plugins put in place of tokens' embeddings: the hook embedding_rows, laid out as a micro-batch is."""
+"""What plugins say of a sample's tokens, laid out as a micro-batch is: rows in place of their embeddings (the hook
+embedding_rows), and other positions (rope_positions)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from miles_core.errors import HookError
 from miles_core.types import Sample
 from miles_megatron.microbatch import MicroBatch
 
-EmbeddingRows = Callable[[Sample, Path], dict[int, torch.Tensor]]
-"""The bound hook embedding_rows."""
+OfTokens = Callable[[Sample, Path], dict[int, torch.Tensor]]
+"""The bound hook embedding_rows, or rope_positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Replacement:
         return embedded.index_copy(0, (self.index[mine] - first).to(embedded.device), rows[:, None])
 
 
-def replacement(hook: EmbeddingRows, batch: MicroBatch, folder: Path) -> Replacement | None:
+def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement | None:
     """Ask for every sample; None where no row is replaced.
 
     Raises:
@@ -61,3 +62,19 @@ def replacement(hook: EmbeddingRows, batch: MicroBatch, folder: Path) -> Replace
     _, mine, index = np.intersect1d(np.concatenate(places), batch.places, assume_unique=True, return_indices=True)
     rows = torch.cat(parts)
     return Replacement(torch.from_numpy(index), rows[torch.from_numpy(mine).to(rows.device)])
+
+
+def positions(hook: OfTokens, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
+    """[axes, T] int64 of this rank's rows, where the model computes; None where all are places in a sample."""
+    stated = [hook(sample, folder) for sample in batch.samples]
+    axes = {len(part) for parts in stated for part in parts.values()}
+    if not axes:
+        return None
+    bounds = batch.boundaries.astype(np.int64)
+    rows = np.arange(max(int(batch.places.max()) + 1, int(bounds[-1])))
+    places = rows - bounds[np.searchsorted(bounds, rows, side="right") - 1]
+    whole = torch.from_numpy(places).expand(max(axes), -1).clone()
+    for begin, parts in zip(bounds.tolist(), stated, strict=False):
+        for first, part in parts.items():
+            whole[:, begin + first : begin + first + part.shape[1]] = part
+    return whole[:, torch.from_numpy(batch.places)].to(batch.index.device)

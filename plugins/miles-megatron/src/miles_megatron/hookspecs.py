@@ -55,6 +55,12 @@ def embedding_rows(sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
     the hook `derive`, and the memory plan counts them."""
 
 
+@hookspec("gather", role="trainer", per="micro-batch")
+def rope_positions(sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+    """7: positions [axes, n] by which the rope turns n tokens of a sample, by the place of the first; those of other
+    tokens are their places. Asked on every rank. `folder` as for embedding_rows."""
+
+
 @hookspec("named", role="driver", per="command")
 def convert(source: Path, out: Path) -> str:
     """`miles convert NAME SRC OUT`: a Hugging Face directory becomes another, with the plugin's options as flags; OUT

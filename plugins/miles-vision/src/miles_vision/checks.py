@@ -9,9 +9,9 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 
-BUILT = ("mistral3",)
-"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, which have
-a position each as others do, and enter the model by its embedding only."""
+BUILT = ("mistral3", "qwen2_5_vl")
+"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, and these
+enter the model by its embedding only."""
 
 
 def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:

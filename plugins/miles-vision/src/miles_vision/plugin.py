@@ -54,6 +54,7 @@ class Vision:
         self._preparation: Preparation | None = None
         self._seen: Seen | None = None
         self._towers: dict[Path, Tower] = {}
+        self._bodies: dict[Path, Any] = {}
         self._carried: tuple[Path, WeightMap] | None = None
 
     @hookimpl
@@ -124,6 +125,16 @@ class Vision:
     def embedding_rows(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
         """For the trainer megatron."""
         return self._tower(folder, cast("tuple[Path, WeightMap]", self._carried)[1]).rows(sample, self._sees())
+
+    @hookimpl
+    def rope_positions(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+        """For the trainer megatron, on ranks that hold no tower as well."""
+        from miles_vision.tower import rope_positions, skeleton
+
+        if folder not in self._bodies:
+            tower = self._towers.get(folder)
+            self._bodies[folder] = skeleton(folder).base_model if tower is None else tower.model
+        return rope_positions(self._bodies[folder], sample, self._sees())
 
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

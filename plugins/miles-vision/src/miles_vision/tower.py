@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from miles_core.errors import CheckpointError
+from miles_vision.prompts import names_of
 
 if TYPE_CHECKING:
     from miles_megatron.specs import WeightMap
@@ -39,6 +40,13 @@ class _Text(torch.nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
+def skeleton(folder: Path) -> Any:
+    """A checkpoint's model as transformers has it, without weights."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)
+
+
 class Tower:
     """A checkpoint's model without its text model.
 
@@ -51,10 +59,8 @@ class Tower:
     """
 
     def __init__(self, folder: Path, weight_map: WeightMap, dtype: torch.dtype):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            whole = AutoModelForImageTextToText.from_config(config)
-        body, text = whole.base_model, whole.get_decoder()
+        whole = skeleton(folder)
+        config, body, text = whole.config, whole.base_model, whole.get_decoder()
         self._text = _Text(config.get_text_config().hidden_size, dtype)
         for name, part in list(body.named_children()):
             inner = any(one is text for one in part.modules())
@@ -72,17 +78,29 @@ class Tower:
 
     def rows(self, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
         """See the hook embedding_rows."""
+        if not names_of(sample.prompt):
+            return {}
         inputs = {name: one.to(cpu.device()) for name, one in seen.of_sample(self.model, sample).items()}
         tokens = inputs.pop("input_ids")
         places = (tokens == seen.placeholders[0]).nonzero()[:, 0]
-        if not len(places):
-            return {}
+        arguments = {name: one[..., None, :] if name.endswith("_ids") else one for name, one in inputs.items()}
         with torch.no_grad():
-            self.model(input_ids=tokens[None], **inputs, use_cache=False)
+            self.model(input_ids=tokens[None], **arguments, use_cache=False)
         rows, self._text.embedded = self._text.embedded[0, places], torch.empty(0)
         runs = (places.diff(prepend=places.new_tensor([-2])) != 1).nonzero()[:, 0].tolist()
         sizes = [end - begin for begin, end in zip(runs, [*runs[1:], len(places)], strict=True)]
         return dict(zip(places[runs].tolist(), rows.split(sizes), strict=True))
+
+
+def rope_positions(body: Any, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
+    """See the hook of that name.
+
+    Args:
+        body: with or without weights.
+    """
+    if not names_of(sample.prompt) or not hasattr(body, "get_rope_index"):
+        return {}
+    return {0: seen.of_sample(body, sample)["position_ids"]}
 
 
 def with_tower(stream: Stream, folder: Path, weight_map: WeightMap) -> Stream:
