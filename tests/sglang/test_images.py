@@ -12,16 +12,19 @@ from conftest import LAUNCHER, ROOT
 sys.path.insert(0, str(ROOT / "plugins/miles-vision/tests"))  # pictures.py
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_a_server_sees_the_images_that_the_trainer_sees(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "trainer"), [
+    ("qwen2_5_vl", "fsdp"), pytest.param("qwen3_vl", "fsdp", marks=pytest.mark.slow),
+    pytest.param("qwen2_5_vl", "megatron", marks=pytest.mark.slow),
+])
+def test_a_server_sees_the_images_that_the_trainer_sees(kind, trainer, tmp_path):
     """Before and after a sync of all weights, the tower's among them; two images in every fourth prompt."""
     from pictures import make_model
 
     folder = make_model(tmp_path / kind, kind, patch=14)
-    run = toy_run(["fsdp", "vision"], steps=2, checkpoint=folder, timeout=300,
+    run = toy_run([*({"fsdp"} & {trainer}), "vision"], steps=2, checkpoint=folder, timeout=300,
                   flags=["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8",
                          "--engine", "sglang", "--server-command", *LAUNCHER, "--sglang-max-total-tokens", "4096"],
-                  options={"optimizer.lr": 1e-2, "perf.trainer": "fsdp", "rollout.rollout_max_context_len": 200})
+                  options={"optimizer.lr": 1e-2, "perf.trainer": trainer, "rollout.rollout_max_context_len": 200})
     gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in run.metrics]
-    print(kind, gaps)
+    print(kind, trainer, gaps)
     assert len(gaps) == 2 and max(gaps) <= 1e-4

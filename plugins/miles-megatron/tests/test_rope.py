@@ -40,3 +40,14 @@ def test_rotation_is_hugging_faces_and_backward_turns_back(family, fraction):
     torch.testing.assert_close(out, theirs(x, x, *full)[0])
     back = torch.autograd.grad(out, x, out.detach())[0]
     torch.testing.assert_close(back, x.detach())
+
+
+def test_each_frequency_turns_by_its_axis_and_positions_that_are_one_on_all_are_plain():
+    rope, plain = Rope(16, Rotary(1e4, sections=(2, 3, 3))), Rope(16, Rotary(1e4))
+    positions = torch.tensor([[0, 5, 9], [1, 2, 3], [7, 0, 4]])
+    expected = [table[:, begin:end] for axis, begin, end in ((0, 0, 2), (1, 2, 5), (2, 5, 8))
+                for table in plain.tables(positions[axis], torch.float32)[:1]]
+    assert torch.equal(rope.tables(positions, torch.float32)[0], torch.cat(expected, 1))
+    for one, other in zip(rope.tables(positions[:1].expand(3, -1), torch.float32),
+                          plain.tables(positions[0], torch.float32), strict=True):
+        assert torch.equal(one, other)

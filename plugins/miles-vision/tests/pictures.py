@@ -30,6 +30,12 @@ MODELS = {
         vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
                            patch_size=4, image_size=16, num_channels=3),
         mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
+    "mistral3": dict(
+        text_config=TEXT | dict(model_type="mistral", sliding_window=None,
+                                rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        vision_config=dict(model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                           num_attention_heads=2, head_dim=16, image_size=64, patch_size=4, initializer_range=0.3),
+        spatial_merge_size=2, image_token_index=261, tie_word_embeddings=False),
 }
 QWEN = dict(image_processor_type="Qwen2VLImageProcessor", merge_size=2, temporal_patch_size=2,
             image_mean=[0.5] * 3, image_std=[0.5] * 3)
@@ -37,11 +43,20 @@ PROCESSORS = {
     "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
     "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
                    image_mean=[0.5] * 3, image_std=[0.5] * 3),
+    "mistral3": dict(image_processor_type="PixtralImageProcessor", size={"longest_edge": 64},
+                     patch_size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3),
 }
+SETTINGS = {"gemma3": {"image_seq_length": 4}, "mistral3": {"patch_size": 4, "spatial_merge_size": 2}}
+"""processor_config.json, of what has one."""
+WORDS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]", "[IMG]", "[VIDEO]")}
+"""Spellings of the tokens 259 to 262, where they are others than Qwen's."""
+QWENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SPELLINGS = {"gemma3": dict(boi_token="<|vision_start|>", eoi_token="<|vision_end|>", image_token="<|image_pad|>",
                             extra_special_tokens={"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>",
                                                   "image_token": "<|image_pad|>"})}
 """What a tokenizer says of its tokens of images, where the processor asks it."""
+ALONE = {"gemma3": QWENS[0], "mistral3": "[IMG]"}
+"""An image in a template of what expands the token of itself to all that stands around an image."""
 TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}{%- if part.type == 'image' %}"
@@ -74,25 +89,29 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
     shutil.copytree(tiny_checkpoint(), folder, dirs_exist_ok=True,
                     ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+    tokenizer.add_special_tokens([*WORDS.get(kind, QWENS)])
     tokenizer.save(str(folder / "tokenizer.json"))
     said = json.loads((folder / "tokenizer_config.json").read_text())
-    template = TEMPLATE if kind != "gemma3" else TEMPLATE.replace("<|image_pad|>", "").replace("<|vision_end|>", "")
-    said |= {"chat_template": template, **SPELLINGS.get(kind, {})}
+    whole = QWENS[0] + QWENS[2] + QWENS[1]
+    said |= {"chat_template": TEMPLATE.replace(whole, ALONE.get(kind, whole)), **SPELLINGS.get(kind, {})}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     torch.manual_seed(0)
     constants = AutoConfig.for_model(kind, **MODELS[kind])
-    constants.vision_config.patch_size, constants.vision_config.window_size = patch, 4 * patch
+    constants.vision_config.patch_size = patch
+    if kind == "qwen2_5_vl":
+        constants.vision_config.window_size = 4 * patch
     model = AutoModelForImageTextToText.from_config(constants)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
-    sizes = {} if kind == "gemma3" else dict(patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
+    sizes = dict(patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
+    if PROCESSORS[kind] is not QWEN:
+        sizes = {}
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind] | sizes))
-    if kind == "gemma3":
-        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    if kind in SETTINGS:
+        (folder / "processor_config.json").write_text(json.dumps(SETTINGS[kind]))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder, scale=patch / 4)))
     return folder
 

@@ -8,7 +8,9 @@ from miles_fsdp.memory import parameters
 from miles_fsdp.module import CausalModule, read
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.scored import Temperature
+from miles_megatron import estimate
 from miles_testing.tiny import run_file
+from safetensors.torch import load_file
 
 from miles_core.plugins.plan import prepare
 
@@ -28,3 +30,16 @@ def test_the_plan_counts_what_is_gathered_whole(kind, precision, size, checkpoin
     flags = ["--multimodal-keys", '{"image": "pictures"}', "--actor-num-gpus-per-node", "2", *precision]
     told = prepare(path, flags).to_text()
     assert f"and its gradients: {2 * size * count / 2**30:.2g}" in told
+
+
+def test_megatrons_plan_counts_the_tower_on_the_first_stage(checkpoint, tmp_path):
+    """Weights alone, on each of its tensor-parallel ranks; another stage has none."""
+    folder = checkpoint("mistral3")
+    stored = load_file(folder / "model.safetensors")
+    count = sum(one.numel() for name, one in stored.items() if name.startswith(("vision_tower.", "multi_modal_")))
+    path = run_file(tmp_path / "run.toml", ["vision"], {"rollout": {"rollout_batch_size": 4}}, {}, checkpoint=folder)
+    plan = prepare(path, ["--multimodal-keys", '{"image": "pictures"}', "--actor-num-gpus-per-node", "4",
+                          "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--bf16"])
+    assert any("frozen" in note for note in plan.notes)
+    first, last = (estimate._stage(plan.config, estimate.dimensions_of(plan.config), stage) for stage in (0, 1))
+    assert first["beside the embedding"] == 2 * count > 0 and "beside the embedding" not in last

@@ -8,12 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from miles_megatron.testing.ranks import Ranks
-from miles_vision.images import ImageStore, opened
-from miles_vision.processor import expanded, load
-from pictures import picture
+from rollouts import batches
 
 from miles_core.plugins.plan import prepare
-from miles_core.types import Batch, Group, Prompt, Sample, Status
 
 # One worker, as the processes are started once; three of them are 19 s of CPU.
 pytestmark = [pytest.mark.xdist_group("vision-ranks"), pytest.mark.full]
@@ -68,36 +65,14 @@ def train(checkpoint, tmp_path_factory):
         ranks.__exit__(None, None, None)
 
 
-def batches(model, folder, images):
-    """Three rollouts of four prompts with so many images, and an answer to each."""
-    store, processor, draw = ImageStore(folder), load(str(model)), np.random.default_rng(0)
-
-    def group(uid, count):
-        data = [picture(tuple(int(c) for c in draw.integers(0, 256, 3)), (16 + 8 * n, 16)) for n in range(count)]
-        names = [store.put(one) for one in data]
-        text = f"{f'{processor.image_token}, ' * count}What is {uid}?"
-        ids = expanded(processor, text, list(map(opened, data)), False) if count else tuple(text.encode())
-        prompt = Prompt(uid, uid, text, ids, metadata={"image_files": names})
-        return Group(prompt, [sample(prompt)])
-
-    def sample(prompt):
-        length = int(draw.integers(1, 20))
-        columns = {"tokens": np.array([*prompt.token_ids, *draw.integers(0, 256, length)], np.int32),
-                   "loss_mask": np.ones(length, np.uint8), "versions": np.ones(length, np.int32),
-                   "rollout_log_probs": -draw.random(length).astype(np.float32) * 6}
-        return Sample(prompt, 0, columns, length, status=Status.COMPLETED, reward=float(draw.integers(0, 3)))
-
-    return [Batch(i, [group(4 * i + n, count) for n, count in enumerate(rollout)]) for i, rollout in enumerate(images)]
-
-
 MIXED = [[1, 0, 0, 2], [0, 0, 0, 0], [0, 3, 1, 1]]
 """A step takes two prompts, a rank has one of them: images on either rank, on none for a whole rollout, on both."""
 FROZEN = ("--plugin", "param-groups", "--freeze-params-name-list", "visual")
 
 
 @pytest.mark.parametrize(("kind", "flags"), [
-    ("qwen2_5_vl", ()), ("qwen2_5_vl", FROZEN), ("qwen3_vl", ()), ("gemma3", ()),
-], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3"])
+    ("qwen2_5_vl", ()), ("qwen2_5_vl", FROZEN), ("qwen3_vl", ()), ("gemma3", ()), ("mistral3", ()),
+], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3", "mistral3"])
 def test_ranks_with_and_without_images_are_one(train, kind, flags):
     one, two = train(kind, 1, MIXED, *flags), train(kind, 2, MIXED, *flags)
     pairs = list(zip(one["steps"], two["steps"], strict=True))

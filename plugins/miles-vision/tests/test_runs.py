@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[3]
 
 FLAGS = ["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8"]
 OPTIONS = {"perf.trainer": "fsdp", "rollout.rollout_temperature": 0.8, "rollout.rollout_max_context_len": 200}
+SUPERVISED = {"rollout.generate": "sft", "algorithm.loss_type": "sft_loss", "algorithm.advantage_estimator": "sft",
+              "rollout.n_samples_per_prompt": 1, "algorithm.skip_actor_forward_only": True, "optimizer.lr": 1e-2}
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", *(pytest.param(one, marks=pytest.mark.full)
@@ -74,11 +76,9 @@ def test_demonstrations_train_the_tower_unless_it_is_frozen(checkpoint, frozen):
     from safetensors.torch import load_file
 
     folder = checkpoint("qwen2_5_vl")
-    supervised = {"rollout.generate": "sft", "algorithm.loss_type": "sft_loss", "algorithm.advantage_estimator": "sft",
-                  "rollout.n_samples_per_prompt": 1, "algorithm.skip_actor_forward_only": True, "optimizer.lr": 1e-2}
     out = folder / "trained"
     freezing = ["--plugin", "param-groups", "--freeze-params-name-list", "visual"] if frozen else []
-    run = toy_run(["fsdp", "vision", "sft"], steps=4, checkpoint=folder, options=OPTIONS | supervised,
+    run = toy_run(["fsdp", "vision", "sft"], steps=4, checkpoint=folder, options=OPTIONS | SUPERVISED,
                   flags=[*FLAGS, "--save-hf", str(out), "--save", str(folder / "saved"), *freezing])
     losses = [one["train/loss"] for one in run.metrics]
     assert losses[-1] < losses[0]
@@ -88,6 +88,20 @@ def test_demonstrations_train_the_tower_unless_it_is_frozen(checkpoint, frozen):
     tower = {name for name in before if "visual" in name}
     assert tower and (unmoved == tower if frozen else not tower <= unmoved)
     assert (out / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize("supervised", [False, True], ids=["grpo", "sft"])
+def test_rows_without_any_image_train_a_model_that_reads_them(supervised, checkpoint, tmp_path):
+    """They name no images, or none of theirs; the engine and the trainer agree on them, too."""
+    rows = [{"prompt": f"What is {number}?", "label": str(number)} | ({"pictures": []} if number % 2 else {})
+            for number in range(8)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = OPTIONS | (SUPERVISED if supervised else {}) | {"rollout.prompt_data": str(tmp_path / "text.jsonl")}
+    run = toy_run(["fsdp", "vision", *["sft"] * supervised], steps=2, checkpoint=checkpoint("qwen2_5_vl"), flags=FLAGS,
+                  options=options)
+    assert len(run.metrics) == 2 and not (run.folder / "images").exists()
+    assert all(one["train/loss"] > 0 if supervised else one["train/train_rollout_logprob_abs_diff_max"] <= 1e-4
+               for one in run.metrics)
 
 
 @pytest.mark.full
@@ -151,9 +165,20 @@ def test_the_recipe_learns_by_the_images_and_by_nothing_else(tmp_path, monkeypat
 IMAGE = {"image": "pictures"}
 
 
+def test_mistral_s_images_are_refused_with_a_server_which_would_not_keep_the_ids_of_their_rows(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
+    config = with_values(RunConfig(), "test", checkpoint__hf_checkpoint=str(tmp_path), perf__trainer="fsdp",
+                         rollout__engine="sglang")
+    with pytest.raises(MilesError) as caught:
+        check(config, IMAGE)
+    assert caught.value.code == "vision-setting" and "rollout.engine" in caught.value.who
+
+
 @pytest.mark.parametrize(("changed", "keys", "removed", "code"), [
     ({}, {}, None, "vision-setting"), ({}, IMAGE | {"video": "clips"}, None, "vision-setting"),
+    ({"perf__trainer": "another"}, IMAGE, None, "vision-setting"),
     ({"perf__trainer": "megatron"}, IMAGE, None, "vision-setting"),
+    ({"perf__trainer": "megatron", "perf__weight_sync": "adapter"}, IMAGE, "model_type", "vision-setting"),
     ({"fsdp__context_parallel_size": 2}, IMAGE, None, "vision-setting"),
     ({"rollout__rollout_ignore_eos": True}, IMAGE, None, "vision-setting"),
     ({"rollout__engine": "vllm"}, IMAGE, None, "vision-setting"),

@@ -30,7 +30,14 @@ def laid_out(inputs: SequenceInputs, model: Any, sequences: Sequence[Sequence[in
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [part[name] for part in parts if name in part]
         arguments[name] = torch.stack([F.pad(one, (0, width - one.shape[-1])) for one in values], -2) if (
-            name.endswith("_ids")) else torch.cat(values)
+            name.endswith("_ids")) else joined(values)
     ahead = [int(part["position_ids"].max()) + 1 - len(ids) if "position_ids" in part else 0
              for ids, part in zip(sequences, parts, strict=True)]
     return arguments, torch.tensor(ahead)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, ...] each -> [sum of n, ...], smaller ones filled up with zeros behind, as processors do with images."""
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([F.pad(part, [edge for size, most in zip(part.shape[:0:-1], largest[::-1], strict=True)
+                                   for edge in (0, most - size)]) for part in parts])

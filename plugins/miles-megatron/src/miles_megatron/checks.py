@@ -64,6 +64,7 @@ def _computed(hf_config: Mapping[str, object], origin: str) -> None:
     family, rope = str(hf_config.get("model_type")), hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     scaling = rope.get("rope_type", rope.get("type", "default"))
+    scaling = "default" if scaling == "mrope" else scaling  # plain, of positions with several axes
     kinds = hf_config.get("layer_types")
     act, factor = hf_config.get("hidden_act"), rope.get("factor", 1 if scaling == "default" else None)
     theta, other = hf_config.get("rope_theta"), rope.get("rope_theta")

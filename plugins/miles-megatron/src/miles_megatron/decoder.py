@@ -287,8 +287,13 @@ def rotary(
         scaled["magnitude"] = _magnitude(rope, scaled["factor"])
     return Rotary(
         theta=float(rope.get("rope_theta") or hf.rope_theta), fraction=fraction or partial_factor,
-        interleaved=interleaved, scaling=scaling, **scaled,
+        interleaved=interleaved, scaling=scaling, sections=_sections(rope), **scaled,
     )  # fmt: skip
+
+
+def _sections(rope: Mapping[str, object]) -> tuple[int, ...]:
+    """Of axes that are not interleaved; those that are have text alone so far."""
+    return () if rope.get("mrope_interleaved") else tuple(rope.get("mrope_section") or ())
 
 
 def warming(hf) -> Warming | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from miles_core.columns import Columns
 from miles_core.types import Sample
 from miles_megatron import cpu
+from miles_megatron.embedding import OfTokens, positions, replacement
 from miles_megatron.microbatch import MicroBatch, assemble
 from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.on_policy import engine_order
@@ -27,13 +28,15 @@ cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
 
 LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(hidden states, micro-batch) -> its share of the loss; called on the last pipeline stage."""
 
 
 def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]], loss_of: LossOf, *, name: str,
-        around: Callable | None = None, forward_only: bool = False) -> None:
+        around: Callable | None = None, embedding: OfTokens | None = None,
+        rope: OfTokens | None = None, forward_only: bool = False) -> None:
     """One pass of Megatron's schedule over micro-batches.
 
     Losses are sums whose weights are fixed before the step (stages/loss.py), so Megatron is asked to scale nothing:
@@ -43,6 +46,7 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
         parts: this data-parallel rank's micro-batches, the same number on every rank.
         name: the model's, for the hook.
         around: the bound hook `microbatch`.
+        embedding, rope: the bound hooks `embedding_rows` and `rope_positions`.
     """
     settings = model.settings
     context = parallel_state.get_context_parallel_group() if settings.context_parallel_size > 1 else None
@@ -57,7 +61,11 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
 
         def proceed(packed):
             tokens = cpu.on_device(packed.rows["tokens"], device).to(torch.int64)[None]
-            return module(tokens, None, None, packed_seq_params=packed_rows(batch.boundaries))
+            asks = embedding is not None and unwrap_model(module).pre_process
+            replaced = replacement(embedding, batch, model.folder) if asks else None
+            turning = None if rope is None else positions(rope, batch, model.folder)
+            rows = packed_rows(batch.boundaries, replaced, turning)
+            return module(tokens, None, None, packed_seq_params=rows)
 
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, name)
 

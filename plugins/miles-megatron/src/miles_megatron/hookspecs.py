@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles_core.config import RunConfig
+    from miles_core.types import Sample
     from miles_megatron.specs import ModelSpec, WeightMap
 
 
@@ -44,6 +45,20 @@ def build_model(chunk: torch.nn.Module, spec: ModelSpec | None, folder: Path, mo
     Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm; an attribute
     `lr_mult` is a factor of their learning rate. The trainer fsdp gives a plugin that provides `hf-modules` the whole
     module of transformers, filled and not sharded yet, with None for the spec and the map."""
+
+
+@hookspec("gather", role="trainer", per="micro-batch")
+def embedding_rows(sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+    """7: rows [n, H] in place of the embeddings of n tokens of a sample, by the position of the first; they get no
+    gradient. Asked on ranks that hold the embedding. `folder` is where the model that computes has its config.json. A
+    plugin that keeps parameters of its own for them adds "embedding_rows:PLUGIN" -> their number to `config.stated` in
+    the hook `derive`, and the memory plan counts them."""
+
+
+@hookspec("gather", role="trainer", per="micro-batch")
+def rope_positions(sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+    """7: positions [axes, n] by which the rope turns n tokens of a sample, by the place of the first; those of other
+    tokens are their places. Asked on every rank. `folder` as for embedding_rows."""
 
 
 @hookspec("named", role="driver", per="command")

@@ -27,6 +27,7 @@ class MicroBatch:
         sample: [N] int64, which of `samples` each belongs to.
         offset: [N] int64, which token of its response each predicts.
         samples: the samples, in packed order; the same on every context-parallel rank.
+        places: [T] where each of this rank's rows lies among those of all context-parallel ranks.
         group: the context-parallel group, None for one rank.
     """
 
@@ -36,6 +37,7 @@ class MicroBatch:
     sample: torch.Tensor
     offset: torch.Tensor
     samples: Sequence[Sample]
+    places: np.ndarray
     group: dist.ProcessGroup | None = None
 
     def row(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -86,15 +88,15 @@ def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.Process
     boundaries = packed.cu_seqlens
     # Before any split, so that every row knows its target and its place.
     packed.rows["targets"] = np.roll(packed.rows["tokens"], -1)
-    place = np.arange(len(packed.rows["tokens"]))
+    places = np.arange(len(packed.rows["tokens"]))
     if size > 1:
-        packed.rows["place"] = place
+        packed.rows["places"] = places
         packed = split(packed, rank, size)
-        place = packed.rows.pop("place")
+        places = packed.rows.pop("places")
     index = np.flatnonzero(packed.rows["loss_mask"])
-    place = place[index]
+    place = places[index]
     sample = np.searchsorted(boundaries, place, side="right") - 1
     first = boundaries[:-1] + np.array([s.length - s.response_length - 1 for s in samples], np.int64)
     index, sample, offset = (cpu.on_device(np.asarray(x, np.int64), device or torch.device("cpu"))
                              for x in (index, sample, place - first[sample]))
-    return MicroBatch(packed, boundaries, index, sample, offset, samples, group if size > 1 else None)
+    return MicroBatch(packed, boundaries, index, sample, offset, samples, places, group if size > 1 else None)

@@ -61,11 +61,14 @@ class LanguageModel(GPTModel):
     weight_map: WeightMap | None = None
     """What its parameters are called in a checkpoint, for who observes the modules of a trainer's model."""
 
-    def _preprocess(self, *args, **kwargs):
-        embedded, *others = super()._preprocess(*args, **kwargs)
+    def _preprocess(self, *args, packed_seq_params=None, **kwargs):
+        embedded, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if self.pre_process and self.embedding_scale != 1:
             # Rounded to the embedding's dtype first, as Hugging Face's Gemma does.
             embedded = embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype, device=embedded.device)
+        if self.pre_process and (replaced := getattr(packed_seq_params, "replaced", None)) is not None:
+            rank = parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
+            embedded = replaced(embedded, rank * len(embedded))
         return (embedded, *others)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:

@@ -40,7 +40,7 @@ class ModelOnRank:
 
     def __init__(self, name: str, declared: Model, config: RunConfig, hooks: Hooks, layout: Layout):
         self.name, self.declared, self.config = name, declared, config
-        self.folder = _architecture(declared, config)
+        self.folder = folder_of(declared.source, config)
         self.spec, self.weight_map = architecture(self.folder, config, hooks)
         check_architecture(config.surface("megatron"), self.spec)
         fields = overrides_for(TransformerConfig, config.surface("megatron"))
@@ -253,9 +253,9 @@ def checkpoints() -> ModuleType:
     return checkpoint
 
 
-def _architecture(declared: Model, config: RunConfig) -> Path:
-    """The folder with config.json: the source's own, else that of --hf-checkpoint."""
-    source = Path(declared.source)
+def folder_of(model: str, config: RunConfig) -> Path:
+    """The folder with config.json: that of a model's source itself, else that of --hf-checkpoint."""
+    source = Path(model)
     return source if (source / "config.json").is_file() else Path(config.checkpoint.hf_checkpoint)
 
 

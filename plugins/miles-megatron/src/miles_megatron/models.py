@@ -26,7 +26,7 @@ from miles_megatron import cpu, engine_weights, estimate, weights
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
-from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
+from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints, folder_of
 from miles_megatron.offload import OPTIMIZER, WEIGHTS
 
 MARGIN = 2 * 2**30
@@ -150,9 +150,11 @@ class Models:
         if not cpu.no_cuda():  # pinning takes longer than the copy itself; without a GPU it is only memory
             self._copies[key] = actor
         self.actor.put(self._copies[name], moving)
+        folder, self.actor.folder = self.actor.folder, folder_of(self._swapped[name], self.config)
         try:
             yield self.actor
         finally:
+            self.actor.folder = folder
             self.actor.put(actor, moving)
 
     def _shares(self, name: str) -> bool:

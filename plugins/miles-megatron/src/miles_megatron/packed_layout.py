@@ -6,6 +6,7 @@ a sequence's bucket depends on its own length only, so neither padding nor packi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,7 @@ class PackedLayout:
         buckets: in the order of their rows after picking.
         query_rows, query_back: [sum sequences x queries], [T]; None when the rows already lie as the buckets want.
         key_rows, key_back: the same for keys and values, whose rows are counted over all context-parallel ranks.
+        turning: [axes, T] positions of the rope, where they are others.
     """
 
     positions: torch.Tensor
@@ -110,12 +112,13 @@ class PackedLayout:
     query_back: torch.Tensor | None
     key_rows: torch.Tensor | None
     key_back: torch.Tensor | None
+    turning: torch.Tensor | None = None
     _tables: dict[tuple[Rope, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def tables(self, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, r/2] of this rank's rows; the layers that share a rope share them."""
         if (rope, dtype) not in self._tables:
-            cos, sin = rope.tables(self.positions, dtype)
+            cos, sin = rope.tables(self.positions if self.turning is None else self.turning, dtype)
             self._tables[rope, dtype] = cos[:, None], sin[:, None]
         return self._tables[rope, dtype]
 
@@ -128,10 +131,24 @@ class PackedLayout:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Megatron's PackedSeqParams that remembers what the layers made of it."""
+    """Megatron's PackedSeqParams that remembers what the layers made of it.
 
+    Args:
+        positions: [axes, T] int64 by which the rope turns this rank's rows; None where they are places in a sequence.
+        replaced: embeddings [t, 1, H] of this rank's rows, and the number of the first -> with others in place of some.
+    """
+
+    positions: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = field(default=None, repr=False, compare=False)
     layout: PackedLayout | None = field(default=None, repr=False, compare=False)
     _on_device: PackedSeqParams | None = field(default=None, repr=False, compare=False)
+    _tables: dict[tuple[Rope, torch.dtype], list[torch.Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def tables(self, rope: Rope, dtype: torch.dtype) -> list[torch.Tensor]:
+        """cos and sin [T, 1, r/2] of `positions`, for layers that make no layout."""
+        if (rope, dtype) not in self._tables:
+            self._tables[rope, dtype] = [table[:, None] for table in rope.tables(self.positions, dtype)]
+        return self._tables[rope, dtype]
 
     def on_device(self, device: torch.device, total: int, ranks: int = 1) -> PackedSeqParams:
         """What Transformer Engine's attention takes.
@@ -158,18 +175,20 @@ class PackedRows(PackedSeqParams):
         return self._on_device
 
 
-def packed_rows(cu_seqlens) -> PackedRows:
+def packed_rows(cu_seqlens, replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+                positions: torch.Tensor | None = None) -> PackedRows:
     """Describe packed sequences to the model.
 
     Args:
         cu_seqlens: [n+1] integers (list, array or tensor), where each sequence begins, padding included. Under context
             parallelism these are the boundaries before the rows are split among ranks.
+        replaced, positions: see PackedRows.
     """
     cu = torch.as_tensor(cu_seqlens, dtype=torch.int32)
     longest = int((cu[1:] - cu[:-1]).max()) if len(cu) > 1 else 0
     return PackedRows(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
+        max_seqlen_q=longest, max_seqlen_kv=longest, replaced=replaced, positions=positions,
     )  # fmt: skip
 
 
@@ -185,6 +204,8 @@ def packed_layout_of(params: PackedSeqParams, rows: torch.Tensor, group: dist.Pr
         cu = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
         total = rows.shape[0] * group.size()
         layout = make_packed_layout(cu.tolist(), total, group.rank(), group.size()).to(rows.device)
+        if (positions := getattr(params, "positions", None)) is not None:
+            layout.turning = positions
         params.layout = layout
     return layout
 

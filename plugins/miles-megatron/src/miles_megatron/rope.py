@@ -55,11 +55,15 @@ class Rope:
         self.interleaved = rotary.interleaved
         self.magnitude = rotary.magnitude
         self.inverse_frequency = _inverse_frequency(int(dim * rotary.fraction + 1e-6), rotary)
+        sections = rotary.sections or (len(self.inverse_frequency),)
+        self.axes = torch.tensor([axis for axis, count in enumerate(sections) for _ in range(count)])
         self._angles: torch.Tensor | None = None
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [N] -> cos and sin [N, r/2] times the magnitude, r the channels that are turned; made in fp32."""
-        angles = torch.outer(positions.float(), self.inverse_frequency.to(positions.device))
+        """positions [N], or [axes, N] -> cos and sin [N, r/2] times the magnitude, r the channels that are turned; made
+        in fp32."""
+        along = positions[self.axes.to(positions.device)].t() if positions.dim() == 2 else positions[:, None]
+        angles = along.float() * self.inverse_frequency.to(positions.device)
         return tuple((table * self.magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
 
     def angles(self, count: int, device: torch.device) -> torch.Tensor:

@@ -281,7 +281,8 @@ class MegatronTrainer:
             objective.scores = ColumnScatter(taken)
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
             forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
-                                 around=self.hooks.microbatch)
+                                 around=self.hooks.microbatch, embedding=self.hooks.embedding_rows,
+                                 rope=self.hooks.rope_positions)
         objective.check_finite()
         mismatch = self._filled(objective, taken)
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
@@ -314,7 +315,8 @@ class MegatronTrainer:
 
             for part in samples:
                 forward_backward.run(model, self.columns, self.micro_batches(part, gradient=False), fill, name=name,
-                                     around=self.hooks.microbatch, forward_only=True)
+                                     around=self.hooks.microbatch, embedding=self.hooks.embedding_rows,
+                                     rope=self.hooks.rope_positions, forward_only=True)
         columns.scatter()
 
     def _score(self, access: Access) -> dict[str, float]:

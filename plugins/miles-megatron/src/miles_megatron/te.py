@@ -16,7 +16,7 @@ from miles_megatron import cpu
 from miles_megatron.grouped_experts import GroupedExperts, sort_once
 from miles_megatron.layers import ClampedSwiGLU, SquaredReLU
 from miles_megatron.module_specs import LayerModules, fits, packed_attention
-from miles_megatron.rope import Rope
+from miles_megatron.rope import Rope, Rotate
 from miles_megatron.specs import Attention
 
 cpu.install()
@@ -98,7 +98,10 @@ class FusedAttention(te.TEDotProductAttention):
             raise ValueError("Transformer Engine's layers need packed rows")
         group = parallel_state.get_context_parallel_group()
         rows = packed_seq_params.on_device(query.device, query.shape[0] * group.size(), group.size())
-        if self.rope is not None:
+        if self.rope is not None and getattr(packed_seq_params, "positions", None) is not None:
+            tables = packed_seq_params.tables(self.rope, query.dtype)  # the kernel counts positions by itself
+            query, key = (Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
+        elif self.rope is not None:
             angles = self.rope.angles(rows.max_seqlen_q, query.device)
             query, key = (_turned(x, rows, angles, self.rope.interleaved, group) for x in (query, key))
         out = super().forward(query, key, value, attention_mask, attn_mask_type, packed_seq_params=rows)

@@ -1,11 +1,13 @@
-"""Qwen2 (arXiv:2407.10671), Qwen2.5 (arXiv:2412.15115), their mixture of experts, and MiMo (arXiv:2505.07608)."""
+"""Qwen2 (arXiv:2407.10671), Qwen2.5 (arXiv:2412.15115), their mixture of experts, Qwen2.5-VL
+(arXiv:2502.13923), and MiMo (arXiv:2505.07608)."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary
+from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary, stored_names
 from miles_megatron.hf_config import read_as
 from miles_megatron.mixture import Mixture, Names
 from miles_megatron.specs import Attention
@@ -21,6 +23,20 @@ def qwen2(hf: Any) -> Decoder:
     rope = rotary(hf)
     kinds = {"full_attention": Attention(rope), "sliding_attention": Attention(rope, window=hf.sliding_window)}
     return Decoder(hf=hf, attention=by_layer_type(hf, kinds), qkv_bias=True)
+
+
+def qwen2_5_vl(hf: Any) -> Decoder:
+    """Qwen2 whose rope turns by three axes of a position, beside a vision tower; both are trained on text alike.
+
+    Raises:
+        ConfigError: as `qwen2`.
+    """
+    text, names = copy.copy(hf.text_config), stored_names(hf)
+    text.tie_word_embeddings = hf.tie_word_embeddings
+    text.head_dim = text.hidden_size // text.num_attention_heads  # whatever the config says, as transformers does
+    inside = any(name.startswith("model.language_model.") for name in names)
+    return replace(qwen2(text), renamed=(("model.", "model.language_model."),) if inside else (),
+                   carried=("model.visual." if inside else "visual.",))
 
 
 def qwen2_moe(hf: Any) -> Decoder:

@@ -9,6 +9,10 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 
+BUILT = ("mistral3", "qwen2_5_vl")
+"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, and these
+enter the model by its embedding only."""
+
 
 def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     """The configuration as it is.
@@ -20,17 +24,21 @@ def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
         ConfigError: a medium that is not read, or a setting with which a part of the run would not see images.
         CheckpointError: a model that reads no images, or without its processor's files.
     """
-    engine, shared = config.rollout.engine or "local", config.options.get("fsdp", {}).get("context_parallel_size", 1)
-    gemma = (config_json(config)[1] or {}).get("model_type") == "gemma3"
+    megatron, kind, engine = config.perf.trainer == "megatron", model_type(config), config.rollout.engine or "local"
+    shared = config.options.get("fsdp", {}).get("context_parallel_size", 1)
     backend = config.surfaces.get("server", {}).get("attention_backend")
+    elsewhere = engine not in ("local", "sglang") or (engine == "sglang" and kind == "mistral3")
     for key, value, unseen, fix in (
         ("vision.multimodal_keys", dict(keys), set(keys) != {"image"} or not isinstance(keys["image"], str),
          """--multimodal-keys '{"image": "images"}': no other medium is read"""),
-        ("perf.trainer", config.perf.trainer, config.perf.trainer != "fsdp", "--trainer fsdp"),
-        ("fsdp.context_parallel_size", shared, shared != 1, "leave it out: a sample with images stays on a rank"),
+        ("perf.trainer", f"{config.perf.trainer}, {kind}", config.perf.trainer != "fsdp" and not (
+            megatron and kind in (*BUILT, None)), "--trainer fsdp"),
+        ("perf.weight_sync", "adapter", megatron and config.perf.weight_sync == "adapter",
+         "leave it out, or --trainer fsdp: what reads images travels with all weights"),
+        ("fsdp.context_parallel_size", shared, shared != 1 and not megatron, "leave it out: samples stay on a rank"),
         ("rollout.rollout_ignore_eos", True, config.rollout.rollout_ignore_eos, "leave it out: an image's ends it too"),
-        ("rollout.engine", engine, engine not in ("local", "sglang"), "--engine sglang, or local"),
-        ("server.attention_backend", backend, engine == "sglang" and backend != "triton" and gemma,
+        ("rollout.engine", f"{engine}, {kind}", elsewhere, "--engine local"),
+        ("server.attention_backend", backend, engine == "sglang" and backend != "triton" and kind == "gemma3",
          "--sglang-attention-backend triton: tokens of an image see those after them"),
     ):
         if unseen:
@@ -38,6 +46,11 @@ def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
                               who=who(config, key), fix=fix)
     _check_model(config)
     return config
+
+
+def model_type(config: RunConfig) -> object:
+    """Of the checkpoint; None where it is not here."""
+    return (config_json(config)[1] or {}).get("model_type")
 
 
 def _check_model(config: RunConfig) -> None:

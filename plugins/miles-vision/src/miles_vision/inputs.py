@@ -53,12 +53,13 @@ def sequence_inputs(model: Any, tokens: Sequence[int], pixels: Sequence[Pixels],
         images: [L] whether a token stands for a part of an image.
     """
     import torch
+    from miles_local.inputs import joined
 
     takes = inspect.signature(model.forward).parameters
     names = dict.fromkeys(name for one in pixels for name in one)
-    joined = {name: torch.cat([one[name] for one in pixels]) for name in names}
+    whole = {name: joined([one[name] for one in pixels]) for name in names}
     kinds = torch.tensor(images, dtype=torch.int64)
-    inputs = {name: one for name, one in joined.items() if name in takes}
+    inputs = {name: one for name, one in whole.items() if name in takes}
     owner = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
     if owner is not None:
         inputs["position_ids"] = _positions(owner, torch.tensor(list(tokens)), kinds, pixels)

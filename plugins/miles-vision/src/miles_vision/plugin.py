@@ -6,22 +6,24 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.hookspecs import hookimpl
 from miles_core.types import Drop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
+    from miles_megatron.specs import WeightMap
 
     from miles_core.stages.rollout import Request
     from miles_core.types import Prompt, Sample
     from miles_vision.images import ImageStore
     from miles_vision.prompts import Preparation
     from miles_vision.seen import Seen
+    from miles_vision.tower import Tower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,30 @@ class Vision:
     """Prompts with images: the model's own processor, and one expansion of tokens for engine and trainer."""
 
     hookspecs = "miles_fsdp.hookspecs"  # a plan without that trainer says so, and not that its hook is unknown
-    requires = ("fsdp", "local")
+    requires = ("local",)
+    conflicts = ("mtp",)
+    provides = ("hf-modules",)  # which it leaves as they are: the trainer fsdp has a model that reads images whole
 
     def __init__(self, options: VisionOptions, config: RunConfig):
         self._options, self._config = options, config
         self._preparation: Preparation | None = None
         self._seen: Seen | None = None
+        self._towers: dict[Path, Tower] = {}
+        self._bodies: dict[Path, Any] = {}
+        self._carried: tuple[Path, WeightMap] | None = None
+
+    @hookimpl
+    def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """What Megatron's trainer keeps beside the model, for the memory plan."""
+        from miles_vision.checks import BUILT, model_type
+
+        if config.perf.trainer != "megatron" or model_type(config) not in BUILT:
+            return config
+        from miles_fsdp.memory import parameters
+
+        note("what reads images is frozen under --trainer megatron; --trainer fsdp trains it, too")
+        count = parameters(Path(str(config.checkpoint.hf_checkpoint)), beside_text=True) or 0
+        return replace(config, stated=config.stated | {"embedding_rows:vision": (str(count),)})
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -90,6 +110,52 @@ class Vision:
     def forward_inputs(self, model: Any, sample: Sample) -> dict[str, torch.Tensor]:
         """For the trainer fsdp."""
         return self._sees().of_sample(model, sample)
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, folder: Path, model: str,
+                    weight_map: WeightMap | None) -> torch.nn.Module:
+        """Beside Megatron's embedding, what sees; it is loaded before anything is computed."""
+        if weight_map is None or next(chunk.parameters()).is_meta:
+            return chunk
+        if model == "actor":
+            self._carried = folder, weight_map
+        if getattr(chunk, "pre_process", False):
+            self._tower(folder, weight_map)
+        return chunk
+
+    @hookimpl
+    def embedding_rows(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+        """For the trainer megatron."""
+        return self._tower(folder, cast("tuple[Path, WeightMap]", self._carried)[1]).rows(sample, self._sees())
+
+    @hookimpl
+    def rope_positions(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+        """For the trainer megatron, on ranks that hold no tower as well."""
+        from miles_vision.tower import rope_positions, skeleton
+
+        if folder not in self._bodies:
+            tower = self._towers.get(folder)
+            self._bodies[folder] = skeleton(folder).base_model if tower is None else tower.model
+        return rope_positions(self._bodies[folder], sample, self._sees())
+
+    @hookimpl
+    def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Under Megatron's trainer, with what is frozen beside its model."""
+        if self._carried is None:
+            return stream
+        from miles_vision.tower import with_tower
+
+        return with_tower(stream, *self._carried)
+
+    def _tower(self, folder: Path, weight_map: WeightMap) -> Tower:
+        if folder not in self._towers:
+            import torch
+
+            from miles_vision.tower import Tower
+
+            dtype = torch.bfloat16 if self._config.perf.bf16 else torch.float32
+            self._towers[folder] = Tower(folder, weight_map, dtype)
+        return self._towers[folder]
 
     def _sees(self) -> Seen:
         if self._seen is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +30,34 @@ def load(folder: str) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    try:
+    with _loading(folder):
         base = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
         halves = [name for name in base.get_attributes() if "video" not in name]
         kind = type(base.__name__, (base,), {"get_attributes": classmethod(lambda _: halves)})
         made = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
         return kind(**{name: made[name].from_pretrained(folder, local_files_only=True) for name in halves},
                     **_settings(Path(folder)))
+
+
+def load_pixels(folder: str) -> Any:
+    """The half of it that makes pixels.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    from transformers import AutoImageProcessor
+
+    with _loading(folder):
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _loading(folder: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise CheckpointError("the model's image processor cannot be loaded", code="vision-processor-unloadable",
-                              got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                              got=f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}",
                               who=f"--hf-checkpoint {folder}", fix="the folder must hold a model that reads images, "
                               "preprocessor_config.json and the tokenizer's files") from error
 

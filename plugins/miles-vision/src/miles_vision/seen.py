@@ -35,8 +35,7 @@ class Seen:
     def __init__(self, config: RunConfig, store: ImageStore, size: int):
         self.placeholders = processor.placeholders(config_json(config)[1] or {})
         self.store = store
-        made = processor.load(str(config.checkpoint.hf_checkpoint))
-        self._pixels = PixelCache(made.image_processor, size)
+        self._pixels = PixelCache(processor.load_pixels(str(config.checkpoint.hf_checkpoint)), size)
 
     def inputs(self, model: Any, tokens: Sequence[int], prompt: int, names: Sequence[str],
                read: Callable[[str], bytes]) -> Inputs:

@@ -1,0 +1,80 @@
+"""What plugins say of a sample's tokens, laid out as a micro-batch is: rows in place of their embeddings (the hook
+embedding_rows), and other positions (rope_positions)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles_core.errors import HookError
+from miles_core.types import Sample
+from miles_megatron.microbatch import MicroBatch
+
+OfTokens = Callable[[Sample, Path], dict[int, torch.Tensor]]
+"""The bound hook embedding_rows, or rope_positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What replaces embeddings of a micro-batch.
+
+    Args:
+        index: [n] int64 on the CPU, which rows, among those of this context-parallel rank.
+        rows: [n, H].
+    """
+
+    index: torch.Tensor
+    rows: torch.Tensor
+
+    def __call__(self, embedded: torch.Tensor, first: int) -> torch.Tensor:
+        """
+        Args:
+            embedded: [t, 1, H], the rows from `first` on; others belong to ranks of sequence parallelism.
+        """
+        mine = ((self.index >= first) & (self.index < first + len(embedded))).nonzero()[:, 0]
+        rows = self.rows[mine.to(self.rows.device)].to(embedded)
+        return embedded.index_copy(0, (self.index[mine] - first).to(embedded.device), rows[:, None])
+
+
+def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement | None:
+    """Ask for every sample; None where no row is replaced.
+
+    Raises:
+        HookError: rows beyond a sample's end.
+    """
+    places: list[np.ndarray] = []
+    parts: list[torch.Tensor] = []
+    for begin, sample in zip(batch.boundaries.tolist(), batch.samples, strict=False):
+        for position, rows in hook(sample, folder).items():
+            if not 0 <= position <= sample.length - len(rows):
+                raise HookError(f"rows for {sample.name} reach beyond its tokens", code="embedding-rows-outside",
+                                got=f"{len(rows)} from {position} on, of {sample.length}", who="embedding_rows",
+                                fix="return rows by the position of their first token in the sample")
+            places.append(np.arange(begin + position, begin + position + len(rows)))
+            parts.append(rows)
+    if not parts:
+        return None
+    # Rows of other context-parallel ranks are left to these.
+    _, mine, index = np.intersect1d(np.concatenate(places), batch.places, assume_unique=True, return_indices=True)
+    rows = torch.cat(parts)
+    return Replacement(torch.from_numpy(index), rows[torch.from_numpy(mine).to(rows.device)])
+
+
+def positions(hook: OfTokens, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
+    """[axes, T] int64 of this rank's rows, where the model computes; None where all are places in a sample."""
+    stated = [hook(sample, folder) for sample in batch.samples]
+    axes = {len(part) for parts in stated for part in parts.values()}
+    if not axes:
+        return None
+    bounds = batch.boundaries.astype(np.int64)
+    rows = np.arange(max(int(batch.places.max()) + 1, int(bounds[-1])))
+    places = rows - bounds[np.searchsorted(bounds, rows, side="right") - 1]
+    whole = torch.from_numpy(places).expand(max(axes), -1).clone()
+    for begin, parts in zip(bounds.tolist(), stated, strict=False):
+        for first, part in parts.items():
+            whole[:, begin + first : begin + first + part.shape[1]] = part
+    return whole[:, torch.from_numpy(batch.places)].to(batch.index.device)

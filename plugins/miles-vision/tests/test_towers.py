@@ -1,0 +1,192 @@
+"""Megatron's trainer with transformers' vision tower: its log-probs are the whole model's, under every layout."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from miles_megatron import cpu
+from miles_megatron.testing.ranks import Ranks
+from miles_testing import toy_run
+from miles_vision.images import ImageStore, opened
+from miles_vision.processor import load_pixels
+from pictures import picture
+from rollouts import batches
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from miles_core.build import trainer_part
+from miles_core.plugins.plan import prepare
+from miles_core.types import Rank
+
+RUN_FILE = """
+plugins = ["grpo", "vision"]
+[vision]
+multimodal_keys = { image = "pictures" }
+[rollout]
+prompt_data = "data/none.jsonl"
+num_rollout = 2
+rollout_batch_size = 4
+n_samples_per_prompt = 1
+rollout_max_response_len = 20
+rollout_max_context_len = 200
+[perf]
+bf16 = false
+trainer = "megatron"
+use_dynamic_batch_size = true
+max_tokens_per_gpu = 2000
+trainer_host = "process"
+trainer_timeout = 30
+[algorithm]
+rewards_normalization = false
+[optimizer]
+lr = 5e-4
+weight_decay = 0.1
+adam_eps = 1e-6
+lr_decay_style = "constant"
+"""
+KINDS = ["mistral3", "qwen2_5_vl"]
+SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
+IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
+
+
+@pytest.fixture
+def planned(checkpoint, tmp_path):
+    """(kind, *flags) -> the plan, and rollouts whose images are in its folder."""
+    def made(kind, *flags, images=IMAGES):
+        folder = checkpoint(kind)
+        (tmp_path / "run.toml").write_text(RUN_FILE)
+        plan = prepare(tmp_path / "run.toml", ["--hf-checkpoint", str(folder), "--vision.image-dir",
+                                               str(tmp_path / "images"), *flags])
+        return plan, batches(folder, tmp_path / "images", images), ImageStore(tmp_path / "images")
+
+    return made
+
+
+def scored(plan, batch):
+    """Log-probs of each answer, of samples that share one micro-batch."""
+    trainer = trainer_part(list(plan.selected), plan.config, Rank())
+    try:
+        trainer.load()
+        trainer.take_batch(copy.deepcopy(batch))
+        trainer.score()
+        trainer.advantage()
+        trainer.step(0)  # whose own forward pass, before the weights move, has them
+        return [one.columns["log_probs"] for group in trainer.batch.groups for one in group.samples]
+    finally:
+        cpu.leave()
+
+
+def expected(folder, store, batch):
+    """By the whole model of transformers, one sample at a time; its own processor lays images side by side."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    process = load_pixels(str(folder))
+    for sample in [one for group in batch.groups for one in group.samples]:
+        names = sample.prompt.metadata["image_files"]
+        pixels = dict(process(images=[opened(store.get(name)) for name in names], return_tensors="pt")) if names else {}
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+        if "image_grid_thw" in pixels:
+            pixels["mm_token_type_ids"] = (tokens == 261).long()[None]
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], **pixels).logits[0, -sample.response_length - 1 : -1]
+        answer = tokens[-sample.response_length :]
+        yield logits.log_softmax(-1).gather(1, answer[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_have_the_log_probs_of_the_whole_model_and_not_those_of_another_image(kind, checkpoint, planned):
+    plan, (batch,), store = planned(kind, images=IMAGES[:1])
+    ours, theirs = scored(plan, batch), [*expected(checkpoint(kind), store, batch)]
+    apart = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+    swapped = copy.deepcopy(batch)
+    (prompt,) = {one.prompt.uid: one.prompt for one in swapped.groups[0].samples}.values()
+    prompt.metadata["image_files"] = [store.put(picture((1, 200, 3), (16, 16)))]
+    other = scored(plan, swapped)
+    print(f"\n{kind}: {apart:.1e} from transformers, {np.abs(other[0] - ours[0]).max():.1e} by another image")
+    assert apart <= 1e-5
+    assert np.abs(other[0] - ours[0]).max() > 1e-2
+    assert all(np.array_equal(a, b) for a, b in zip(other[1:], ours[1:], strict=True)), "of that sample alone"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
+    """The bits of what is frozen beside Megatron's model, and of the model as it was filled."""
+    plan, _, _ = planned(kind)
+    trainer = trainer_part(list(plan.selected), plan.config, Rank())
+    try:
+        trainer.load()
+        sent = {name: tensor.clone() for name, tensor in trainer.models.for_engine()}
+    finally:
+        cpu.leave()
+    stored = load_file(checkpoint(kind) / "model.safetensors")
+    assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
+
+
+OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "rollout.rollout_max_context_len": 200}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
+    """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model."""
+    if kind == "mistral3":
+        pytest.importorskip("torchvision", reason="its processor wants it")
+    folder, saved = checkpoint(kind), str(tmp_path / "saved")
+    flags = ["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8",
+             "--entropy-coef", "0.01"]  # there is a gradient whatever is answered
+    saving = [*flags, "--save", saved, "--load", saved, "--save-interval", "1", "--save-hf", str(tmp_path / "hf")]
+    whole, first, second = (toy_run(["vision"], steps=2, checkpoint=folder, options=OPTIONS, flags=more) for more in (
+        flags, [*saving, "--debug-exit-after-rollout", "1"], saving))
+    gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in whole.metrics]
+    print(f"\n{kind}: engine and trainer differ by {max(gaps):.1e}")
+    assert len(gaps) == 2 and max(gaps) <= 2e-5 and all(one["train/grad_norm"] > 0 for one in whole.metrics)
+    losses = [[one["train/loss"] for run in runs for one in run.metrics] for runs in ([whole], [first, second])]
+    assert losses[0] == losses[1]
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same and same == {name for name in before if name.startswith(SEEING)}
+    assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """How many -> processes that are started once."""
+    started = {}
+
+    def of(size):
+        if size not in started:
+            started[size] = Ranks(size).__enter__()
+        return started[size]
+
+    yield of
+    for one in started.values():
+        one.__exit__(None, None, None)
+
+
+LAYOUTS = {
+    "TP2+SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "PP2": ("--pipeline-model-parallel-size", "2"), "CP2": ("--context-parallel-size", "2"), "DP2": (),
+}
+
+
+@pytest.mark.full  # three processes
+@pytest.mark.xdist_group("vision-towers")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_are_one(layout, kind, planned, ranks):
+    """Two steps with the reference's pass: log-probs of trained answers, losses and weights."""
+    flags = ("--use-kl-loss", "--kl-loss-coef", "0.05")
+    plan, rollouts, _ = planned(kind, *flags)
+    one = ranks(1).train(plan, rollouts)
+    plan, rollouts, _ = planned(kind, *flags, "--actor-num-gpus-per-node", "2", *LAYOUTS[layout])
+    two = ranks(2).train(plan, rollouts)
+    loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in zip(one["steps"], two["steps"], strict=True))
+    weights = max(float(np.abs(two["weights"][name] - value).max()) for name, value in one["weights"].items())
+    scores = max(float(np.abs(a.columns[name] - b.columns[name]).max())
+                 for name in ("log_probs", "ref_log_probs")
+                 for a, b in zip(one["batch"].samples, two["batch"].samples, strict=True))
+    print(f"\n{kind} {layout}: loss {loss:.1e}, log-probs {scores:.1e}, weights {weights:.1e}")
+    assert loss <= 2e-6 and scores <= 1e-5 and weights <= 1e-5
