@@ -43,7 +43,7 @@ def test_rotation_is_hugging_faces_and_backward_turns_back(family, fraction):
 
 
 def test_each_frequency_turns_by_its_axis_and_positions_that_are_one_on_all_are_plain():
-    rope, plain = Rope(16, Rotary(1e4, sections=(2, 3, 3))), Rope(16, Rotary(1e4))
+    rope, plain = Rope(16, Rotary(1e4, axes=(0, 0, 1, 1, 1, 2, 2, 2))), Rope(16, Rotary(1e4))
     positions = torch.tensor([[0, 5, 9], [1, 2, 3], [7, 0, 4]])
     expected = [table[:, begin:end] for axis, begin, end in ((0, 0, 2), (1, 2, 5), (2, 5, 8))
                 for table in plain.tables(positions[axis], torch.float32)[:1]]

@@ -122,3 +122,19 @@ def test_variants_that_are_not_modelled_are_refused(change):
 
     with pytest.raises(ConfigError, match="qwen3_5_text with .*(attention_bias|hidden_act)"):
         qwen3_5(AutoConfig.for_model("qwen3_5", text_config={**TINY, **WORDS, **change}))
+
+
+def test_axes_of_positions_are_interleaved_as_in_transformers_module_whatever_a_config_leaves_out():
+    from miles_megatron.rope import Rope
+    from miles_specs_qwen3next.families import qwen3_5
+    from transformers import Qwen3_5Config
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+    config = Qwen3_5Config()
+    for key in ("mrope_section", "mrope_interleaved"):
+        config.text_config.rope_parameters.pop(key, None)
+    rotary = next(one for one in qwen3_5(config).attention if one.rotary).rotary
+    positions = torch.tensor([[0, 5, 9], [1, 2, 3], [7, 0, 4]])
+    theirs, _ = Qwen3_5TextRotaryEmbedding(config.text_config)(torch.zeros(1), positions[:, None])
+    ours, _ = Rope(config.text_config.head_dim, rotary).tables(positions, torch.float32)
+    assert torch.equal(ours, theirs[0, :, : ours.shape[1]])

@@ -30,6 +30,12 @@ MODELS = {
         vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
                            patch_size=4, image_size=16, num_channels=3),
         mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
+    "qwen3_5": dict(
+        text_config=TEXT | dict(
+            head_dim=32, layer_types=["linear_attention", "full_attention"], rms_norm_eps=1e-2, linear_key_head_dim=16,
+            linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, initializer_range=0.1,
+            rope_parameters=ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}),
+        vision_config=TOWER | dict(num_position_embeddings=64), **TOKENS),
     "mistral3": dict(
         text_config=TEXT | dict(model_type="mistral", sliding_window=None,
                                 rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
@@ -37,10 +43,12 @@ MODELS = {
                            num_attention_heads=2, head_dim=16, image_size=64, patch_size=4, initializer_range=0.3),
         spatial_merge_size=2, image_token_index=261, tie_word_embeddings=False),
 }
+MODELS["qwen3_5_moe"] = MODELS["qwen3_5"] | dict(text_config=MODELS["qwen3_5"]["text_config"] | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24))
 QWEN = dict(image_processor_type="Qwen2VLImageProcessor", merge_size=2, temporal_patch_size=2,
             image_mean=[0.5] * 3, image_std=[0.5] * 3)
 PROCESSORS = {
-    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QWEN,
     "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
                    image_mean=[0.5] * 3, image_std=[0.5] * 3),
     "mistral3": dict(image_processor_type="PixtralImageProcessor", size={"longest_edge": 64},

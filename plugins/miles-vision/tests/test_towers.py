@@ -47,7 +47,7 @@ weight_decay = 0.1
 adam_eps = 1e-6
 lr_decay_style = "constant"
 """
-KINDS = ["mistral3", "qwen2_5_vl"]
+KINDS = ["mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"]
 SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
 
@@ -128,7 +128,7 @@ OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "roll
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:2])  # the local engine shows no images to layers with a state
 def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
     """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model."""
     if kind == "mistral3":
@@ -174,7 +174,7 @@ LAYOUTS = {
 
 @pytest.mark.full  # three processes
 @pytest.mark.xdist_group("vision-towers")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_are_one(layout, kind, planned, ranks):
     """Two steps with the reference's pass: log-probs of trained answers, losses and weights."""

@@ -287,13 +287,18 @@ def rotary(
         scaled["magnitude"] = _magnitude(rope, scaled["factor"])
     return Rotary(
         theta=float(rope.get("rope_theta") or hf.rope_theta), fraction=fraction or partial_factor,
-        interleaved=interleaved, scaling=scaling, sections=_sections(rope), **scaled,
+        interleaved=interleaved, scaling=scaling, axes=_axes(rope), **scaled,
     )  # fmt: skip
 
 
-def _sections(rope: Mapping[str, object]) -> tuple[int, ...]:
-    """Of axes that are not interleaved; those that are have text alone so far."""
-    return () if rope.get("mrope_interleaved") else tuple(rope.get("mrope_section") or ())
+def _axes(rope: Mapping[str, object]) -> tuple[int, ...]:
+    """Of each frequency, from the numbers that the axes have: one axis after another; or interleaved, by turns, and the
+    first where one has had its own."""
+    sections = tuple(rope.get("mrope_section") or ())
+    if not rope.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    turns = (number % len(sections) for number in range(sum(sections)))
+    return tuple(axis if number < sections[axis] * len(sections) else 0 for number, axis in enumerate(turns))
 
 
 def warming(hf) -> Warming | None:

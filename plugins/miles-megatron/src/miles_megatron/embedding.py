@@ -48,7 +48,7 @@ def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement 
     """
     places: list[np.ndarray] = []
     parts: list[torch.Tensor] = []
-    for begin, sample in zip(batch.boundaries.tolist(), batch.samples, strict=False):
+    for begin, sample in zip(batch.boundaries[:-1].tolist(), batch.samples, strict=True):
         for position, rows in hook(sample, folder).items():
             if not 0 <= position <= sample.length - len(rows):
                 raise HookError(f"rows for {sample.name} reach beyond its tokens", code="embedding-rows-outside",
@@ -74,7 +74,7 @@ def positions(hook: OfTokens, batch: MicroBatch, folder: Path) -> torch.Tensor |
     rows = np.arange(max(int(batch.places.max()) + 1, int(bounds[-1])))
     places = rows - bounds[np.searchsorted(bounds, rows, side="right") - 1]
     whole = torch.from_numpy(places).expand(max(axes), -1).clone()
-    for begin, parts in zip(bounds.tolist(), stated, strict=False):
+    for begin, parts in zip(bounds[:-1].tolist(), stated, strict=True):
         for first, part in parts.items():
             whole[:, begin + first : begin + first + part.shape[1]] = part
     return whole[:, torch.from_numpy(batch.places)].to(batch.index.device)

@@ -55,8 +55,8 @@ class Rope:
         self.interleaved = rotary.interleaved
         self.magnitude = rotary.magnitude
         self.inverse_frequency = _inverse_frequency(int(dim * rotary.fraction + 1e-6), rotary)
-        sections = rotary.sections or (len(self.inverse_frequency),)
-        self.axes = torch.tensor([axis for axis, count in enumerate(sections) for _ in range(count)])
+        count = len(self.inverse_frequency)
+        self.axes = torch.tensor([*rotary.axes, *[0] * count][:count])
         self._angles: torch.Tensor | None = None
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

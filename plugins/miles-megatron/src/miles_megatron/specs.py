@@ -27,8 +27,8 @@ class Rotary:
             turns over these positions up to which a frequency is scaled, and from which it stays.
         whole: of yarn: the transition begins and ends at whole channels.
         magnitude: factor on what is turned.
-        sections: frequencies that turn by each axis of a position, in order (Wang et al., arXiv:2409.12191); none where
-            positions have one axis. Tokens of text are at one position on all of them.
+        axes: of a position, by which each frequency turns (Wang et al., arXiv:2409.12191): those that it leaves out by
+            the first. Tokens of text are at one position on all of them.
     """
 
     theta: float
@@ -41,7 +41,7 @@ class Rotary:
     original: int = 8192
     whole: bool = True
     magnitude: float = 1.0
-    sections: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

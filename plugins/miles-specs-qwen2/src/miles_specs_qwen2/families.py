@@ -33,6 +33,7 @@ def qwen2_5_vl(hf: Any) -> Decoder:
     """
     text, names = copy.copy(hf.text_config), stored_names(hf)
     text.tie_word_embeddings = hf.tie_word_embeddings
+    text.rope_parameters = {"mrope_section": [16, 24, 24], **(text.rope_parameters or {})}
     text.head_dim = text.hidden_size // text.num_attention_heads  # whatever the config says, as transformers does
     inside = any(name.startswith("model.language_model.") for name in names)
     return replace(qwen2(text), renamed=(("model.", "model.language_model."),) if inside else (),

@@ -26,7 +26,7 @@ def qwen3_next(hf: Any) -> Decoder:
 def qwen3_5(hf: Any) -> Decoder:
     """Qwen3-Next whose delta nets keep their projections apart, alone or beside a vision tower.
 
-    Experts, where there are any, are in all layers. Without images the three positions of the rope's sections are one.
+    Experts, where there are any, are in all layers. Tokens of text are at one position on the rope's three axes.
 
     Raises:
         ConfigError: as `qwen3_next`.
@@ -34,6 +34,8 @@ def qwen3_5(hf: Any) -> Decoder:
     names, text = stored_names(hf), copy.copy(hf.get_text_config())
     refuse(text, attn_output_gate=True, norm_topk_prob=True)
     text.tie_word_embeddings = hf.tie_word_embeddings
+    # What transformers' module has where they are missing, and whatever they say.
+    text.rope_parameters = {"mrope_section": [11, 11, 10], **(text.rope_parameters or {}), "mrope_interleaved": True}
     inside = any(name.startswith(_INSIDE[1]) for name in names) if names else text.model_type != hf.model_type
     mixture = _mixture(text, tuple(range(text.num_hidden_layers)), True) if hasattr(text, "num_experts") else None
     return _decoder(

@@ -9,7 +9,7 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 
-BUILT = ("mistral3", "qwen2_5_vl")
+BUILT = ("mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 """Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, and these
 enter the model by its embedding only."""
 
