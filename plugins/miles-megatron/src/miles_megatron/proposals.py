@@ -229,7 +229,7 @@ def seconds(config: RunConfig, model: ModelDimensions) -> float:
 
     tensor, context = layout.tensor, layout.context
     each = 8 * moved(size.hidden * tokens / context, tensor, tensor)
-    keys = sum(one.layers * one.groups * one.head_dim for one in heads_of(size)) / size.layers
+    keys = sum(one.layers * one.groups * one.head_dim for one in heads_of(size)) / max(size.full, 1)
     each += 6 * moved(keys / tensor * tokens, context, tensor * context)
     copies = (size.experts_per_token or 0) * size.sparse / size.layers
     each += 4 * moved(size.hidden * tokens / context / tensor * copies, layout.expert, layout.expert)

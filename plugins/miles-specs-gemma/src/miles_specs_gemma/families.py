@@ -68,11 +68,14 @@ def gemma4_text(hf: Any) -> Decoder:
 def gemma4(hf: Any) -> Decoder:
     """The text model of a Gemma 4 that sees; its vision tower and what lies between are left as they are.
 
+    Where patches and sound are embedded without a tower (`gemma4_unified`), so are these embeddings.
+
     Raises:
         ConfigError: as `gemma4_text`.
     """
     return replace(beside_tower(hf, gemma4_text), renamed=(("model.", "model.language_model."),),
-                   carried=("model.vision_tower.", "model.embed_vision."))
+                   carried=("model.vision_tower.", "model.vision_embedder.", "model.embed_vision.",
+                            "model.embed_audio."))
 
 
 def _gemma4_attention(hf: Any, kind: str) -> Attention:

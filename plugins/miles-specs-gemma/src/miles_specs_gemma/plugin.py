@@ -19,8 +19,9 @@ class SpecsGemma:
         ":head_dim=256",
         "model_spec:gemma3:tie_word_embeddings=1:vocab_size=262208:num_attention_heads=8:num_key_value_heads=4"
         ":head_dim=256",
-        "model_spec:gemma4_text:tie_word_embeddings=1",
-        "model_spec:gemma4:tie_word_embeddings=1",
+        "model_spec:gemma4_text:tie_word_embeddings=1:global_head_dim=512",
+        "model_spec:gemma4:tie_word_embeddings=1:global_head_dim=512",
+        "model_spec:gemma4_unified:tie_word_embeddings=1:global_head_dim=512",
     )
 
     @hookimpl("model_spec", name="gemma2")
@@ -62,6 +63,15 @@ class SpecsGemma:
     @hookimpl("model_spec", name="gemma4")
     def gemma4(self, hf_config: Any) -> Family:
         """The text model of a Gemma 4 with a vision tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma4
+
+        return DecoderFamily(gemma4)
+
+    @hookimpl("model_spec", name="gemma4_unified")
+    def gemma4_unified(self, hf_config: Any) -> Family:
+        """The text model of a Gemma 4 that embeds images and sound without a tower."""
         from miles_megatron.decoder import DecoderFamily
 
         from miles_specs_gemma.families import gemma4
