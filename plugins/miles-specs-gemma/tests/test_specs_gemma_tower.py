@@ -16,12 +16,14 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"
 CASES = {case.family: case for case in reversed(cases(Path(__file__).with_name("parity.toml")))}
 WORDS = {"vocab_size": 264, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
-CHANGES = {"gemma3": {"image_token_index": 263, "text_config": {"num_hidden_layers": 3}},
-           "gemma4": {name: 263 for name in ("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
-                                             "boa_token_id", "eoa_token_index", "audio_token_id")}}
+IDS = {name: 263 for name in ("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id",
+                              "eoa_token_index", "audio_token_id")}
+CHANGES = {"gemma3": {"image_token_index": 263, "text_config": {"num_hidden_layers": 3}}, "gemma4": IDS,
+           "gemma4_unified": IDS}
 INSIDE = "language_model.model."
 BESIDE = {"gemma3": ("vision_tower.", "multi_modal_projector."),
-          "gemma4": ("model.vision_tower.", "model.embed_vision.")}
+          "gemma4": ("model.vision_tower.", "model.embed_vision."),
+          "gemma4_unified": ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio.")}
 
 
 @pytest.fixture(scope="module", params=CHANGES)
@@ -52,9 +54,7 @@ def test_a_run_trains_the_text_model_and_carries_the_tower(folder, tmp_path):
 @pytest.mark.parametrize("own", [False, True], ids=["names of the releases", "names of transformers' modules"])
 def test_conversion_keeps_every_bit_of_text_model_and_tower(folder, convert, tmp_path, own):
     before = tensors(folder)
-    if own and not any(name.startswith(INSIDE) for name in before):
-        pytest.skip("Gemma 4 is released under the names of transformers' modules")
-    if own:
+    if own and any(name.startswith(INSIDE) for name in before):  # Gemma 4 is released under these names
         before = {name.replace(INSIDE, "language_model."): tensor for name, tensor in before.items()}
         before = {f"model.{name}": tensor for name, tensor in before.items()}
     shutil.copytree(folder, tmp_path / "gemma")
