@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from miles_megatron import estimate
+from miles_megatron import estimate, heads
 from miles_megatron.testing.parity import BEGIN, END, cases
 from source import ROOT
 
@@ -52,7 +52,7 @@ def test_every_tiny_model_divides_by_two():
 
 def test_what_a_plugin_states_of_a_config_json_is_of_its_families_and_in_keys_that_the_plan_reads():
     """A misspelt word would be passed over."""
-    read = Path(architecture.__file__).read_text(encoding="utf-8") + Path(estimate.__file__).read_text(encoding="utf-8")
+    read = "".join(Path(one.__file__).read_text(encoding="utf-8") for one in (architecture, estimate, heads))
     stated = 0
     for one in installed():
         manifest = select.manifest_of(one)

@@ -30,6 +30,10 @@ KINDS = {
     "seed_oss": {"head_dim": 16},  # biases on q, k and v
     "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
                "query_pre_attn_scalar": 16},  # windows in every second layer, soft caps, tied embeddings
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16, "sliding_window": 8,
+                    "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+                    "rms_norm_eps": 1e-2, "initializer_range": 0.1,
+                    "hidden_size_per_layer_input": 0},  # heads that differ from layer to layer
     "glm4": {"head_dim": 16},  # norms after attention and MLP, partial rotary embedding
     "starcoder2": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # other names on disk, experts stacked in memory

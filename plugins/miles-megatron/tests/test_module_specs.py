@@ -119,6 +119,7 @@ def test_fused_attention_is_for_what_it_can_compute(architecture):
     ring = changed(config, context_parallel_size=2)
     assert fits(ring, plain) and not fits(ring, windowed)
     assert not fits(config, replace(plain, softcap=50.0))
+    assert fits(config, replace(plain, head_dim=256)) and not fits(config, replace(plain, head_dim=512))
     assert not fits(config, replace(plain, warming=Warming(0.1, 8192)))
     assert not fits(replace(config, deterministic_mode=True), plain)
     assert not fits(changed(config, bf16=False), plain)

@@ -26,6 +26,18 @@ def test_frequencies_are_hugging_faces(scaling):
     torch.testing.assert_close(Rope(64, rotary).inverse_frequency, expected, atol=0, rtol=3e-7)
 
 
+def test_a_part_of_the_pairs_of_whole_heads_turns_as_in_gemma_4():
+    from transformers import Gemma4TextConfig
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+    config = Gemma4TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
+                              global_head_dim=40)
+    expected = Gemma4TextRotaryEmbedding(config).full_attention_inv_freq
+    rope = Rope(40, Rotary(1e6, 0.25, scaling="proportional"))
+    assert (rope.inverse_frequency != 0).tolist() == [True] * 5 + [False] * 15
+    torch.testing.assert_close(rope.inverse_frequency, expected, atol=0, rtol=3e-7)
+
+
 @pytest.mark.parametrize(("family", "fraction"), [("qwen3", 1.0), ("glm4", 0.5), ("glm4", 1.0)])
 def test_rotation_is_hugging_faces_and_backward_turns_back(family, fraction):
     from transformers.models.glm4 import modeling_glm4

@@ -13,6 +13,8 @@ RULES = {
     "sections": (Rule("p", ("a",), "sections", sections=(2, 2, 4)), [16]),
     "stacks": (Rule("p", ("a", "b"), "sections", sections=(2, 2, 4, 4), stacks=(3, 1)), [16, 8]),
     "qkv": (Rule("p", ("q", "k", "v"), "qkv"), [12, 6, 6]),
+    "qkv, no values": (Rule("p", ("q", "k"), "qkv"), [12, 6]),
+    "qkv, heads of its own": (Rule("p", ("q", "k", "v"), "qkv", head_dim=2, groups=4), [8, 8, 8]),
     "qkv_gate": (Rule("p", ("q", "k", "v"), "qkv_gate"), [24, 6, 6]),
     "qkv_stacked": (Rule("p", ("qkv",), "qkv_stacked", sections=(4, 2, 2)), [24]),
 }

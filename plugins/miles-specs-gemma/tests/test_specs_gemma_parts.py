@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from miles_megatron.decoder import DecoderFamily, LayerNorms
 from miles_megatron.testing.parity import TINY, cases, model_parity
-from miles_specs_gemma.families import gemma2, gemma3_text
+from miles_specs_gemma.families import gemma2, gemma3_text, gemma4_text
 
 from miles_core.errors import ConfigError
 
-CASES = {case.family: case for case in cases(Path(__file__).with_name("parity.toml"))}
+ALL = cases(Path(__file__).with_name("parity.toml"))
+CASES = {case.family: case for case in reversed(ALL)}
 
 
 def everywhere(**changes):
@@ -50,6 +52,49 @@ def test_gemma_3_with_one_rope_is_noticed(tmp_path):
 
     with pytest.raises(AssertionError, match="Gemma 3, text: logits differ"):
         model_parity(CASES["gemma3_text"], tmp_path, DecoderFamily(describe)).check()
+
+
+WRONG_IN_4 = {
+    "values as they are": everywhere(value_norm=False),
+    "scores by the size of a head": lambda made: {"softmax_scale": None},
+    "norm weights about zero": lambda made: {"zero_centred_norms": True},
+    "all pairs turned": lambda made: {"attention": tuple(
+        replace(one, rotary=replace(one.rotary, fraction=1.0)) for one in made.attention)},
+    "frequencies of the part that turns": lambda made: {"attention": tuple(
+        replace(one, rotary=replace(one.rotary, scaling="default")) for one in made.attention)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_IN_4)
+def test_a_wrong_part_of_gemma_4_is_noticed(wrong, tmp_path):
+    def describe(hf):
+        made = gemma4_text(hf)
+        return replace(made, **WRONG_IN_4[wrong](made))
+
+    with pytest.raises(AssertionError, match="Gemma 4, text: logits differ"):
+        model_parity(CASES["gemma4_text"], tmp_path, DecoderFamily(describe)).check()
+
+
+@pytest.mark.parametrize("change", [
+    {"hidden_size_per_layer_input": 256}, {"num_kv_shared_layers": 2}, {"attention_bias": True},
+    {"use_bidirectional_attention": "all"}, {"hidden_activation": "silu"}], ids=lambda change: next(iter(change)))
+def test_variants_of_gemma_4_that_are_not_modelled_are_refused(change):
+    from transformers import AutoConfig
+
+    with pytest.raises(ConfigError) as caught:
+        gemma4_text(AutoConfig.for_model("gemma4_text", **{**TINY, "hidden_size_per_layer_input": 0, **change}))
+    assert caught.value.code == "architecture-variant-unsupported"
+    assert caught.value.what.startswith(f"gemma4_text with {next(iter(change))}")
+
+
+def test_heads_are_read_from_releases_of_transformers_without_configurations_of_layers():
+    from transformers import AutoConfig
+
+    hf = AutoConfig.for_model("gemma4_text", **{**TINY, **CASES["gemma4_text"].config})
+    keys = {key: value for key, value in hf.to_dict().items() if key != "per_layer_config"}
+    older = SimpleNamespace(**keys | {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "head_dim": 32,
+                                      "global_head_dim": 64})
+    assert gemma4_text(older).attention == gemma4_text(hf).attention
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"use_bidirectional_attention": True},

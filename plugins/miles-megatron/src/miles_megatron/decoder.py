@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +17,7 @@ from miles_core.errors import ConfigError
 from miles_megatron.mixture import Mixture, dense_mlp
 from miles_megatron.specs import Attention, ModelSpec, Packed, Rotary, Rule, Warming, WeightMap
 
-_SCALINGS = ("default", "linear", "llama3", "yarn")
+_SCALINGS = ("default", "linear", "llama3", "yarn", "proportional")
 _NEVER = {
     "softmax_type": "vanilla", "apply_query_key_layer_scaling": False, "window_size": None,
     "window_attn_skip_freq": None, "no_rope_freq": None, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
@@ -59,7 +59,7 @@ class Decoder:
         linear_bias: every projection has one.
         fused_qkv: the checkpoint keeps q, k and v as one tensor.
         fused_gate_up: the checkpoint keeps gate and up as one tensor.
-        activation, residual_scale, embedding_scale, logit_scale, logit_softcap: see ModelSpec.
+        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap: see ModelSpec.
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
         constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
@@ -82,6 +82,7 @@ class Decoder:
     activation: str = "silu"
     softmax_scale: float | None = None
     residual_scale: float = 1.0
+    layer_scalar: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -117,6 +118,8 @@ class Decoder:
             "softmax_scale": self.softmax_scale,
             "rotary_interleaved": any(one.rotary is not None and one.rotary.interleaved for one in self._mixers),
             **_NEVER,
+            # Otherwise checkpoints have one tensor for all layers' parameters of a name.
+            **({"hetereogenous_dist_checkpoint": True} if len(self._alike(range(hf.num_hidden_layers))) > 1 else {}),
             **({} if self.mixture is None else self.mixture.constants),
             **self.constants,
         }
@@ -126,7 +129,7 @@ class Decoder:
             tied=bool(hf.tie_word_embeddings), max_positions=hf.max_position_embeddings, source=source(hf),
             activation=self.activation, lone=self.lone, wide_qk_norm=self.wide_qk_norm,
             pre_norms=self.norms.before_mlp is not None, post_norms=self.norms.after_mlp is not None,
-            residual_scale=self.residual_scale,
+            residual_scale=self.residual_scale, layer_scalar=self.layer_scalar,
             embedding_scale=self.embedding_scale, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
             also={**({} if self.mixture is None else self.mixture.also), **self.also},
         )  # fmt: skip
@@ -166,18 +169,9 @@ class Decoder:
         def same(ours: str, theirs: str) -> Rule:
             return Rule(_OURS + ours, (_THEIRS + theirs,), layers=layers)
 
-        def qkv(kind: str) -> Rule:
-            ours = f"{_OURS}self_attention.linear_qkv.{kind}"
-            if self.fused_qkv:
-                heads, groups = self.hf.num_attention_heads, self.hf.num_key_value_heads
-                return Rule(ours, (f"{_THEIRS}self_attn.qkv_proj.{kind}",), "qkv_stacked", layers,
-                            sections=(heads, groups, groups))
-            parts = tuple(f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv")
-            return Rule(ours, parts, "qkv", layers)
-
-        mixing = [qkv("weight")]
+        mixing = [*self._qkv("weight", layers)]
         if self.qkv_bias or self.linear_bias:
-            mixing.append(qkv("bias"))
+            mixing += self._qkv("bias", layers)
         if self.qk_norm or self.wide_qk_norm:
             mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
         if any(one.sinks for one in self._mixers):
@@ -195,7 +189,26 @@ class Decoder:
                 *(mixing if self.mixing is None else self.mixing),
                 *norm("pre_mlp_layernorm", norms.before_mlp, mlps),
                 *norm("self_attn_bda.norm", norms.after_attention, layers),
-                *norm("mlp_bda.norm", norms.after_mlp, mlps)]
+                *norm("mlp_bda.norm", norms.after_mlp, mlps),
+                *([Rule(_OURS + "mlp_bda.scalar", (_THEIRS + "layer_scalar",), layers=mlps)] * self.layer_scalar)]
+
+    def _qkv(self, kind: str, layers: tuple[int, ...]) -> list[Rule]:
+        """Of queries, keys and values: a rule for all layers with the same heads."""
+        ours, theirs = f"{_OURS}self_attention.linear_qkv.{kind}", _THEIRS + "self_attn."
+        if self.fused_qkv:
+            heads, groups = self.hf.num_attention_heads, self.hf.num_key_value_heads
+            return [Rule(ours, (f"{theirs}qkv_proj.{kind}",), "qkv_stacked", layers, sections=(heads, groups, groups))]
+        return [Rule(ours, tuple(f"{theirs}{part}_proj.{kind}" for part in parts), "qkv", tuple(those),
+                     head_dim=head_dim, groups=groups)
+                for (parts, head_dim, groups), those in self._alike(layers).items()]
+
+    def _alike(self, layers: Iterable[int]) -> dict[tuple[str, int | None, int | None], list[int]]:
+        """(projections, channels of a head, key-value heads) -> the layers with attention that have these."""
+        kinds: dict[tuple[str, int | None, int | None], list[int]] = {}
+        for layer in layers:
+            if (one := self.attention[layer]) is not None:
+                kinds.setdefault(("qk" if one.key_is_value else "qkv", one.head_dim, one.groups), []).append(layer)
+        return kinds
 
 
 @dataclass(frozen=True, slots=True)

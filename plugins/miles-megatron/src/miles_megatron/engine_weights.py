@@ -14,6 +14,7 @@ from dataclasses import replace
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 from miles_megatron.estimate import ModelDimensions, mixing, parameters
+from miles_megatron.heads import heads_of
 
 _KINDS = {
     "attention": ("self_attn.o_proj", True), "dense": ("mlp.down_proj", False),
@@ -75,10 +76,10 @@ def cache(config: RunConfig, model: ModelDimensions) -> float:
     """Bytes of a token's keys and values on one GPU of an engine; a latent is on each."""
     size, servers = model.size, config.surface("server")
     value = 1 if str(servers.get("kv_cache_dtype", "")).startswith("fp8") else 2
-    layers = size.full
     if size.rank:
-        return value * layers * (size.rank + size.turned)
-    return value * layers * 2 * size.head_dim * max(size.groups / config.perf.rollout_num_gpus_per_engine, 1)
+        return value * size.full * (size.rank + size.turned)
+    return value * sum(one.layers * 2 * one.head_dim * max(one.groups / config.perf.rollout_num_gpus_per_engine, 1)
+                       for one in heads_of(size))
 
 
 def _kept(module: str, stated: Mapping[str, object]) -> bool:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core.config.architecture import Architecture, architecture_of, shape_json, sparse_layers
+from miles_core.config.architecture import Architecture, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
+from miles_megatron.heads import heads_of, sizes_of
 from miles_megatron.layout import Layout, layout_of
 
 FP32 = 4
 WORKSPACES = 128 * 2**20
 """Scratch memory of cuBLAS, Transformer Engine and cuDNN."""
 
-_QK_NORM = ("qwen3", "gemma3", "olmo")
+_QK_NORM = ("qwen3", "gemma3", "gemma4", "olmo")
 """Beginnings of model types whose queries and keys pass a norm; config.json does not say so."""
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -52,7 +53,7 @@ class ModelDimensions:
 
 def dimensions_of(config: RunConfig) -> ModelDimensions | None:
     """None where config.json leaves out what the plan needs."""
-    size = architecture_of(config)
+    size = sizes_of(config)
     hf_config = shape_json(config)[1] or {}
     if size.uncounted or not size.checkpoint:
         return None
@@ -73,21 +74,24 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     size, value = model.size, model.value
     tensor = model.layout.tensor
     hidden, statistic = value * size.hidden / model.split, FP32 / model.split
-    query = value * size.heads * size.head_dim / tensor
-    key = value * size.groups * size.head_dim / tensor
-    values, output = (value * count * size.value_dim / tensor for count in (size.groups, size.heads))
+    # Of the average layer, as everything below.
+    kinds = [(one, one.layers / size.layers) for one in heads_of(size)]
+    query = sum(share * value * size.heads * one.head_dim / tensor for one, share in kinds)
+    key = sum(share * value * one.groups * one.head_dim / tensor for one, share in kinds)
+    values, output = (part * size.value_dim / size.head_dim for part in (key, query))
+    normalisers = sum(share * FP32 * (size.heads + one.groups) / tensor for one, share in kinds)
     latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
-    # Of the average layer; linear attention is computed again from its inputs.
+    # Linear attention is computed again from its inputs.
     linear, full, (keys, inner) = size.linear / size.layers, size.full / size.layers, _linear_widths(size)
     mixers, mlps = linear + full, 1.0 if sparse else _dense(size)
     activations = {
         "attention norm: input": mixers * (hidden + statistic),
         "qkv: input": mixers * hidden,
-        "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
+        "norms of q and k: inputs": (query + key + normalisers) * model.qk_norm,
         "latents: inputs of norms and projections": 2 * latents,
-        "attention: q, k, v": full * (query + key + values),
-        "attention's gate: gate, gated output": full * 2 * output * bool(size.gated),
-        "attention: output": full * (output + FP32 * size.heads / tensor),
+        "attention: q, k, v": query + key + values,
+        "attention's gate: gate, gated output": 2 * output * bool(size.gated),
+        "attention: output": output + full * FP32 * size.heads / tensor,
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
         "mlp norm: input": mlps * (hidden + statistic),
     }
@@ -122,7 +126,8 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
     cut, whole = mixing(size)
     attention = cut / tensor + whole
     norms = (size.full + size.linear + size.mlps) / size.layers * size.hidden
-    norms += 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
+    of_heads = sum(one.layers * one.head_dim for one in heads_of(size)) / max(size.full, 1)
+    norms += 2 * of_heads * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
     table = size.vocab * size.hidden / tensor
     matrix = size.matrices * size.hidden
     dense = layers * (attention + norms) + (layers - sparse) * _dense(size) * matrix * (size.ffn or 0) / tensor
@@ -246,9 +251,10 @@ def _passing(model: ModelDimensions, tokens: int) -> float:
     size, value, tensor = model.size, model.value, model.layout.tensor
     dense = (size.ffn or 0) * (size.sparse != size.mlps)
     widest = max(dense, (size.expert_ffn or 0) * (size.experts_per_token or 0))
-    query, key = (count * size.head_dim / tensor for count in (size.heads, size.groups))
+    attention = max(one.head_dim * (value * (3 * size.heads + 2 * one.groups) + FP32 * size.heads) / tensor
+                    for one in heads_of(size))
     mlp = value * (tokens * (3 * widest / tensor + 2 * size.hidden / model.split) + 2 * widest * size.hidden / tensor)
-    return max(mlp, tokens * (value * (3 * query + 2 * key) + FP32 * query))
+    return max(mlp, tokens * attention)
 
 
 def _fused(config: RunConfig, model: ModelDimensions) -> bool:
@@ -298,16 +304,17 @@ def flops(length: int, *, parameters: int, attention: int) -> int:
 def mixing(size: Architecture) -> tuple[int, int]:
     """Parameters of the average layer's attention, linear or not: (those cut by heads, those that every tensor-parallel
     rank has)."""
-    heads = 2 * size.heads + 2 * size.groups + (size.heads if size.gated else 0)
-    cut, whole = size.hidden * size.head_dim * heads, 0
+    queries = 2 * size.heads + (size.heads if size.gated else 0)
+    cut, whole = size.hidden * sum(one.layers * one.head_dim * (queries + one.made * one.groups)
+                                   for one in heads_of(size)), 0
     if size.rank:
         whole = size.hidden * (size.rank + size.turned + (size.query_rank or 0))
         made = size.rank * (size.plain + size.value_dim) + size.value_dim * size.hidden
-        cut = size.heads * (size.head_dim * (size.query_rank or size.hidden) + made)
+        cut = size.full * size.heads * (size.head_dim * (size.query_rank or size.hidden) + made)
     keys, values = _linear_widths(size)
     # Queries, keys, values, the gates of the output, and two numbers per head; then the output.
     linear = size.hidden * (2 * keys + 2 * values + 2 * (size.linear_heads or 0)) + values * size.hidden
-    return (cut * size.full + linear * size.linear) // size.layers, whole * size.full // size.layers
+    return (cut + linear * size.linear) // size.layers, whole * size.full // size.layers
 
 
 def _linear_widths(size: Architecture) -> tuple[int, int]:

@@ -93,11 +93,13 @@ class NormThenAdd(torch.nn.Module):
 
     Args:
         norm: called as Norm is.
+        scalar: the sum is multiplied with a number, which a checkpoint has and no optimizer sees (Gemma 4).
     """
 
-    def __init__(self, config, norm=Norm):
+    def __init__(self, config, norm=Norm, scalar: bool = False):
         super().__init__()
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype) if scalar else None)
 
     def forward(self, training: bool, fused: bool):
         """Megatron's protocol: returns the function that is called with (output, bias), residual, dropout."""
@@ -105,7 +107,8 @@ class NormThenAdd(torch.nn.Module):
 
         def normed_add(output_with_bias, residual, dropout):
             output, bias = output_with_bias
-            return add((self.norm(output if bias is None else output + bias), None), residual, dropout)
+            total = add((self.norm(output if bias is None else output + bias), None), residual, dropout)
+            return total if self.scalar is None else total * self.scalar
 
         return normed_add
 

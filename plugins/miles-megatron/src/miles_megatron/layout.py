@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from miles_core.config.architecture import NAMES, Architecture, architecture_of
+from miles_core.config.architecture import NAMES, Architecture
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
+from miles_megatron.heads import OfLayers, sizes_of
 
 KEYS = {
     "tensor": "tensor_model_parallel_size",
@@ -108,7 +109,7 @@ def completed(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     more, Megatron-core trains no experts without it. Experts that as many tensor-parallel ranks as the dense layers
     have (Megatron-LM's default) do not fit are left whole, as Miles's own scripts for mixtures have them.
     """
-    options, model = config.surface("megatron"), architecture_of(config)
+    options, model = config.surface("megatron"), sizes_of(config)
     tensor, pipeline, expert = (options.get(KEYS[name]) or 1 for name in ("tensor", "pipeline", "expert"))
     if tensor == 1:
         if options.get("sequence_parallel"):
@@ -141,7 +142,7 @@ def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> 
 
 def share(config: RunConfig, name: str) -> int | None:
     """A width of the model on one rank: ffn of dense layers, expert_ffn, or values of all its heads."""
-    layout, model = layout_of(config), architecture_of(config)
+    layout, model = layout_of(config), sizes_of(config)
     whole, ranks = {"ffn": (model.ffn if model.mlps != model.sparse else None, layout.tensor),
                     "expert_ffn": (model.expert_ffn if model.experts else None, layout.expert_tensor),
                     "values": ((model.heads or 0) * (model.value_dim or 0), layout.tensor)}[name]
@@ -222,6 +223,8 @@ def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) ->
     yield "heads", ("tensor",)
     # Megatron-core splits a group over several ranks as well; the weight map moves whole groups.
     yield "groups", ("tensor",)
+    if isinstance(architecture, OfLayers):
+        yield "fewest", ("tensor",)
     yield "vocab", ("tensor",)
     if architecture.linear:
         yield "linear_groups", ("tensor",)
@@ -247,7 +250,8 @@ def _divides(layout: Layout, architecture: Architecture, config: RunConfig, cons
     fitting = ", ".join(str(size) for size in range(1, min(number, 2 * product) + 1) if number % size == 0)
     text = " x ".join(f"{KEYS[name]} {size}" for name, size in wide.items())
     what = "the product of both" if len(wide) > 1 else KEYS[next(iter(wide))]
-    raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {text}", got=f"{number} / {product}",
+    named = "num_global_key_value_heads" if constant == "fewest" else NAMES[constant][0][0]
+    raise BatchError(f"{named} {number} does not divide by {text}", got=f"{number} / {product}",
                      who=f"{_sizes(config, *wide)}, {architecture.source.get(constant)}",
                      fix=f"make {what} one of {fitting}", code="model-size-not-divisible")
 
@@ -306,6 +310,6 @@ def check_layouts(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         BatchError, ConfigError: a layout that cannot be trained.
     """
-    for text in check_layout(layout_of(config), architecture_of(config), config):
+    for text in check_layout(layout_of(config), sizes_of(config), config):
         note(text)
     return config

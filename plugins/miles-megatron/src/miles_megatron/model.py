@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 
@@ -14,7 +15,7 @@ from miles_megatron import cpu
 from miles_megatron.config_overrides import defaults_for
 from miles_megatron.module_specs import LOCAL, TRANSFORMER_ENGINE, implementation, layer, modules_of
 from miles_megatron.rope import Rope
-from miles_megatron.specs import ModelSpec, WeightMap
+from miles_megatron.specs import Attention, ModelSpec, WeightMap
 
 cpu.install()
 
@@ -194,10 +195,14 @@ def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None 
     pattern = pattern if isinstance(pattern, list) else [int(bool(pattern))] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    ropes = {one: one and Rope(config.kv_channels, one) for one in (each and each.rotary for each in spec.attention)}
     kinds = [(bool(pattern[number]), spec.attention[number]) for number in mine]
     modules = modules_of(config)
-    made = {kind: layer(config, spec, *kind, ropes[kind[1] and kind[1].rotary], modules) for kind in set(kinds)}
+    rope = functools.cache(Rope)  # layers that turn alike share their tables
+
+    def turning(one: Attention | None) -> Rope | None:
+        return rope(one.head_dim or config.kv_channels, one.rotary) if one is not None and one.rotary else None
+
+    made = {kind: layer(config, spec, *kind, turning(kind[1]), modules) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=modules.norm)
 
 

@@ -15,6 +15,7 @@ import torch
 from miles_core.errors import ConfigError
 from miles_megatron import cpu, layers
 from miles_megatron.attention import PackedAttention
+from miles_megatron.layers_own_attention import LayersOwnAttention
 from miles_megatron.rope import Rope
 from miles_megatron.specs import Attention, ModelSpec
 from miles_megatron.wide_norm import WideNorm
@@ -106,14 +107,20 @@ def fits(config: TransformerConfig, attention: Attention) -> bool:
     """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
 
     The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks and without queries
-    that grow, and have no window where keys travel between context-parallel ranks. In deterministic mode there are none
+    that grow, have heads of up to 256 channels, and no window where keys travel between context-parallel ranks. In
+    deterministic mode there are none
     for packed rows, and scores of all rows by all would be written out: 256 GiB for 16,384 rows.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
+    narrow = (attention.head_dim or config.kv_channels) <= _WIDEST
     magnitude = 1 if attention.rotary is None else attention.rotary.magnitude
     wanted = config.attention_backend != AttnBackend.local and magnitude == 1 and not config.deterministic_mode
     plain = attention.softcap is None and not attention.sinks and attention.warming is None
-    return wanted and config.bf16 and plain and not windowed
+    return wanted and config.bf16 and plain and narrow and not windowed
+
+
+_WIDEST = 256
+"""Channels of a head that FlashAttention and cuDNN have backward kernels for."""
 
 
 class _OwnedRow(RowParallelLinear):
@@ -145,7 +152,7 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
     elif attention.mixer is not None:
         inside.self_attention = attention.mixer(config, attention, rope, modules)
     else:
-        _self_attention(inside.self_attention.submodules, config, spec, attention, rope, modules)
+        _self_attention(inside.self_attention, config, spec, attention, rope, modules)
     if attention is not None and spec.lone:
         inside.pre_mlp_layernorm = inside.mlp = IdentityOp
         inside.mlp_bda = IdentityFuncOp
@@ -161,14 +168,19 @@ def _norms(inside: TransformerLayerSubmodules, config: TransformerConfig, spec: 
     if spec.post_norms:
         params = {"config": config, "norm": modules.norm}
         inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params=params)
+        if spec.layer_scalar:
+            inside.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params=params | {"scalar": True})
     elif spec.residual_scale != 1:
         params = {"config": config, "scale": spec.residual_scale}
         inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.ScaledAdd, params=params)
 
 
-def _self_attention(inner: SelfAttentionSubmodules, config: TransformerConfig, spec: ModelSpec, attention: Attention,
+def _self_attention(made: ModuleSpec, config: TransformerConfig, spec: ModelSpec, attention: Attention,
                     rope: Rope | None, modules: LayerModules) -> None:
-    """Megatron's."""
+    """Megatron's, or that with heads of the layer's own."""
+    if not attention.plain:
+        made.module, made.params = LayersOwnAttention, {**made.params, "attention": attention}
+    inner: SelfAttentionSubmodules = made.submodules
     inner.linear_qkv, inner.linear_proj = modules.column, modules.row
     inner.core_attention = modules.attention(config, attention, rope)
     if config.qk_layernorm:

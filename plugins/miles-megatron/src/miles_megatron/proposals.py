@@ -14,6 +14,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_megatron import engine_weights, estimate
 from miles_megatron.estimate import ModelDimensions, dimensions_of, parameters
+from miles_megatron.heads import heads_of
 from miles_megatron.layout import KEYS, UNEVEN, Layout, check_layout, layout_of
 from miles_megatron.memory_plan import GIB, OUTSIDE, TOLERANCE, capacity_of, engine
 
@@ -228,7 +229,8 @@ def seconds(config: RunConfig, model: ModelDimensions) -> float:
 
     tensor, context = layout.tensor, layout.context
     each = 8 * moved(size.hidden * tokens / context, tensor, tensor)
-    each += 6 * moved(size.groups * size.head_dim / tensor * tokens, context, tensor * context)
+    keys = sum(one.layers * one.groups * one.head_dim for one in heads_of(size)) / max(size.full, 1)
+    each += 6 * moved(keys / tensor * tokens, context, tensor * context)
     copies = (size.experts_per_token or 0) * size.sparse / size.layers
     each += 4 * moved(size.hidden * tokens / context / tensor * copies, layout.expert, layout.expert)
     again = 4 / 3 if megatron.get("recompute_granularity") == "full" else 1.0

@@ -54,7 +54,12 @@ class Rope:
     def __init__(self, dim: int, rotary: Rotary):
         self.interleaved = rotary.interleaved
         self.magnitude = rotary.magnitude
-        self.inverse_frequency = _inverse_frequency(int(dim * rotary.fraction + 1e-6), rotary)
+        turned = int(dim * rotary.fraction + 1e-6)
+        if rotary.scaling == "proportional":
+            self.inverse_frequency = _inverse_frequency(dim, rotary)
+            self.inverse_frequency[turned // 2:] = 0.0
+        else:
+            self.inverse_frequency = _inverse_frequency(turned, rotary)
         count = len(self.inverse_frequency)
         self.axes = torch.tensor([*rotary.axes, *[0] * count][:count])
         self._angles: torch.Tensor | None = None
@@ -84,7 +89,7 @@ def _inverse_frequency(dim: int, rotary: Rotary) -> torch.Tensor:
     if rotary.scaling == "default":
         return plain
     slow = plain / rotary.factor
-    if rotary.scaling == "linear":
+    if rotary.scaling in ("linear", "proportional"):
         return slow
     if rotary.scaling == "yarn":
         keep = 1 - _ramp(dim, rotary)

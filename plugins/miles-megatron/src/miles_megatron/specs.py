@@ -20,8 +20,9 @@ class Rotary:
         fraction: share of each head that is turned; the rest passes through.
         interleaved: pairs are (x[0], x[1]), (x[2], x[3]) ...; otherwise x[i] goes with x[i + half].
         scaling: "default", "linear" (every frequency by 1/factor: Chen et al., arXiv:2306.15595), "llama3" (only the
-            low ones, with a smooth transition: Llama 3, arXiv:2407.21783, as transformers computes it) or "yarn" (by
-            the turns that a frequency makes: Peng et al., arXiv:2309.00071).
+            low ones, with a smooth transition: Llama 3, arXiv:2407.21783, as transformers computes it), "yarn" (by
+            the turns that a frequency makes: Peng et al., arXiv:2309.00071) or "proportional" (the pairs and their
+            frequencies are those of whole heads, of which `fraction` turn: Gemma 4, as transformers computes it).
         factor: of the scalings.
         low, high, original: of llama3: the two frequency factors and the positions of the first training; of yarn:
             turns over these positions up to which a frequency is scaled, and from which it stays.
@@ -69,6 +70,9 @@ class Attention:
         sinks: each head has a number that counts among its scores and whose share is of no value (gpt-oss,
             arXiv:2508.10925); a parameter of the core attention.
         warming: queries grow with their position, once they are turned.
+        head_dim, groups: channels of a head, and key-value heads, of a layer that has others than the model's.
+        value_norm: each head of the values is divided by its root mean square.
+        key_is_value: values are what the projection of keys gives, and have none of their own.
         mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
             attention. Called with (config, this, rope, modules), all of module_specs.py; returns the ModuleSpec that
             takes the place of `self_attention`. A function of a module, which may import torch when it is called.
@@ -79,7 +83,16 @@ class Attention:
     softcap: float | None = None
     sinks: bool = False
     warming: Warming | None = None
+    head_dim: int | None = None
+    groups: int | None = None
+    value_norm: bool = False
+    key_is_value: bool = False
     mixer: Callable[..., Any] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether Megatron's SelfAttention by the model's config is what stands around the core attention."""
+        return not (self.head_dim or self.groups or self.value_norm or self.key_is_value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,8 @@ class ModelSpec:
         pre_norms: the inputs of attention and MLP pass a norm.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.
         residual_scale: factor on these outputs.
+        layer_scalar: each layer multiplies what it gives with a number of the checkpoint, which is not trained; of
+            models with norms on outputs.
         embedding_scale: factor on the embedding's output.
         logit_scale: factor on the logits.
         logit_softcap: logits become softcap x tanh(logits / softcap); None for plain ones.
@@ -122,6 +137,7 @@ class ModelSpec:
     pre_norms: bool = True
     post_norms: bool = False
     residual_scale: float = 1.0
+    layer_scalar: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -143,14 +159,15 @@ class Rule:
         hf: the tensors that it is made of, in order.
         join: "same" for one tensor, "rows" to stack along axis 0, "halves" for one tensor that is two stacked already
             (each of which is cut among tensor-parallel ranks), "sections" for several of the sizes `sections`, "qkv"
-            for Megatron's order per query group, "qkv_gate" for the same where the first tensor has, head by head, a
-            query and the gate of its output, "qkv_stacked" for the same of one tensor, of the sections (queries, keys,
-            values).
+            for Megatron's order per query group (of queries and keys where `hf` has no values), "qkv_gate" for the same
+            where the first tensor has, head by head, a query and the gate of its output, "qkv_stacked" for the same of
+            one tensor, of the sections (queries, keys, values).
         layers: the layers that have it; None for a parameter outside the layers.
         experts: how many experts have it; 0 for a parameter without expert.
         optional: a checkpoint may lack it, with all others of the same word or True; it then starts as it was drawn.
         sections: relative sizes of what is stacked in the tensor of the joins "sections" and "qkv_stacked".
         stacks: how many of the sections each of several such tensors has; empty for one tensor with all of them.
+        head_dim, groups: of these layers, where they are not the WeightMap's.
     """
 
     megatron: str
@@ -161,6 +178,8 @@ class Rule:
     optional: bool | str = False
     sections: tuple[int, ...] = ()
     stacks: tuple[int, ...] = ()
+    head_dim: int | None = None
+    groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import torch
 
 from miles_core import packing
 from miles_core.columns import Columns, read_only, trained
-from miles_core.config.architecture import architecture_of
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.plugins.bind import Hooks
@@ -26,6 +25,7 @@ from miles_core.types import Batch, Rank, Sample
 from miles_megatron import cpu, estimate, forward_backward, hashes, memory, unread
 from miles_megatron.forward_backward import ColumnScatter
 from miles_megatron.gradients import gathered
+from miles_megatron.heads import sizes_of
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.models import Models
@@ -54,7 +54,7 @@ class MegatronTrainer:
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank):
         self.config, self.hooks, self.columns, self.rank = config, hooks, columns, rank
         self.layout = layout_of(config)
-        self.architecture = architecture_of(config) if config.perf.balance_by_flops else None
+        self.architecture = sizes_of(config) if config.perf.balance_by_flops else None
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
         self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()

@@ -22,8 +22,9 @@ def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[li
         return [[full[0] * size // sum(sizes), *full[1:]] for size in sizes]
     if rule.join == "rows":
         return [[full[0] // len(rule.hf), *full[1:]] for _ in rule.hf]
+    size, groups = _heads(rule, weight_map)
     queries = weight_map.heads * (2 if rule.join == "qkv_gate" else 1)
-    return [[count * weight_map.head_dim, *full[1:]] for count in (queries, weight_map.groups, weight_map.groups)]
+    return [[count * size, *full[1:]] for count in (queries, groups, groups)[:len(rule.hf)]]
 
 
 def stacks(rule: Rule) -> list[tuple[int, ...]]:
@@ -71,9 +72,10 @@ def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.
     if rule.join in ("rows", "halves", "sections"):
         return torch.cat(parts)
     query, *others = parts
-    groups = others[0].shape[0] // weight_map.head_dim
+    size, _ = _heads(rule, weight_map)
+    groups = others[0].shape[0] // size
     if rule.join == "qkv_gate":  # head by head a query and its gate; Megatron wants a group's queries first
-        query = query.unflatten(0, (groups, -1, 2, weight_map.head_dim)).transpose(1, 2).flatten(0, 3)
+        query = query.unflatten(0, (groups, -1, 2, size)).transpose(1, 2).flatten(0, 3)
     return torch.cat([part.unflatten(0, (groups, -1)) for part in (query, *others)], 1).flatten(0, 1)
 
 
@@ -103,14 +105,20 @@ def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int
     return _views(rule, tensor, weight_map, ranks)
 
 
+def _heads(rule: Rule, weight_map: WeightMap) -> tuple[int, int]:
+    """Channels of a head, and key-value heads."""
+    return rule.head_dim or weight_map.head_dim, rule.groups or weight_map.groups
+
+
 def _views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
     if rule.join == "same":
         return (tensor,)
     if rule.join == "rows":
         return tensor.chunk(len(rule.hf))
-    size, groups = weight_map.head_dim, weight_map.groups // ranks
-    queries = weight_map.heads // weight_map.groups * size * (2 if rule.join == "qkv_gate" else 1)
-    query, *others = tensor.unflatten(0, (groups, -1)).split((queries, size, size), 1)
+    size, groups = _heads(rule, weight_map)
+    queries = weight_map.heads // groups * size * (2 if rule.join == "qkv_gate" else 1)
+    alone = len(rule.hf) == 2  # keys, which are values too
+    query, *others = tensor.unflatten(0, (groups // ranks, -1)).split((queries, *[size] * (1 if alone else 2)), 1)
     if rule.join == "qkv_gate":
         query = query.unflatten(1, (2, -1, size)).transpose(1, 2)
     return (query, *others)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from miles_core.config.architecture import architecture_of
 from miles_core.config.tables import RunConfig
 from miles_megatron import estimate
+from miles_megatron.heads import sizes_of
 
 PEAKS = {"GB300": 2500.0, "GB200": 2500.0, "B300": 2250.0, "B200": 2250.0, "GH200": 989.0, "H200": 989.0,
          "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}
@@ -32,7 +32,7 @@ class Throughput:
     """
 
     def __init__(self, config: RunConfig, ranks: int):
-        size = architecture_of(config)
+        size = sizes_of(config)
         self._size, self._ranks = None if size.uncounted else size, ranks
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         self._peak = config.perf.mfu_peak_tflops or peak_tflops(device)

@@ -1,1 +1,1 @@
-"""Gemma 2 and the text models of Gemma 3 for the Megatron trainer."""
+"""Gemma 2 and the text models of Gemma 3 and 4 for the Megatron trainer."""

@@ -1,7 +1,8 @@
-"""Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786), alone or beside a vision tower."""
+"""Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786) and 4, alone or beside a tower."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,63 @@ def gemma3(hf: Any) -> Decoder:
         ConfigError: as `gemma3_text`.
     """
     return beside_tower(hf, gemma3_text)
+
+
+def gemma4_text(hf: Any) -> Decoder:
+    """Norms about one, also on q, k and v; heads of full layers have sizes of their own, and may be their own values.
+
+    Raises:
+        ConfigError: embeddings for every layer or keys and values of other layers, as E2B and E4B have; biases,
+            attention to later tokens of text, another activation, an unknown scaling of the rope.
+    """
+    refuse(hf, hidden_size_per_layer_input=0, num_kv_shared_layers=0, enable_moe_block=False,
+           hidden_activation="gelu_pytorch_tanh", attention_bias=False)
+    if hf.use_bidirectional_attention != "vision":  # which leaves text as it is
+        refuse(hf, use_bidirectional_attention=None)
+    layers = [_of_layer(hf, layer) for layer in range(hf.num_hidden_layers)]
+    return Decoder(
+        hf=layers[0], attention=tuple(map(_gemma4_attention, layers, hf.layer_types)), norms=_NORMS,
+        activation="gelu_pytorch_tanh", qk_norm=True, softmax_scale=1.0, layer_scalar=True,
+        embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
+    )  # fmt: skip
+
+
+def gemma4(hf: Any) -> Decoder:
+    """The text model of a Gemma 4 that sees; its vision tower and what lies between are left as they are.
+
+    Where patches and sound are embedded without a tower (`gemma4_unified`), so are these embeddings.
+
+    Raises:
+        ConfigError: as `gemma4_text`.
+    """
+    return replace(beside_tower(hf, gemma4_text), renamed=(("model.", "model.language_model."),),
+                   carried=("model.vision_tower.", "model.vision_embedder.", "model.embed_vision.",
+                            "model.embed_audio."))
+
+
+def _gemma4_attention(hf: Any, kind: str) -> Attention:
+    """
+    Args:
+        hf: the configuration of one layer.
+        kind: of that layer.
+    """
+    sliding = kind == "sliding_attention"
+    return Attention(
+        rotary(hf, hf.rope_parameters[kind], partial=True), hf.sliding_window if sliding else None,
+        head_dim=hf.head_dim, groups=hf.num_key_value_heads, value_norm=True,
+        key_is_value=bool(hf.attention_k_eq_v) and not sliding,
+    )  # fmt: skip
+
+
+def _of_layer(hf: Any, layer: int) -> Any:
+    """What a layer's heads are; transformers has read them into every layer's own configuration since it has these."""
+    if hasattr(hf, "per_layer_config"):
+        return hf.per_layer_config[layer]
+    own = copy.copy(hf)
+    if hf.layer_types[layer] == "full_attention":
+        own.head_dim = hf.global_head_dim
+        own.num_key_value_heads = (hf.attention_k_eq_v and hf.num_global_key_value_heads) or hf.num_key_value_heads
+    return own
 
 
 def _gemma(hf: Any, ropes: Mapping[str, Rotary]) -> Decoder:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsGemma:
-    """Gemma 2 and the text models of Gemma 3 for the Megatron trainer."""
+    """Gemma 2 and the text models of Gemma 3 and 4 for the Megatron trainer."""
 
     provides = (
         "model_spec:gemma2:tie_word_embeddings=1",
@@ -19,6 +19,9 @@ class SpecsGemma:
         ":head_dim=256",
         "model_spec:gemma3:tie_word_embeddings=1:vocab_size=262208:num_attention_heads=8:num_key_value_heads=4"
         ":head_dim=256",
+        "model_spec:gemma4_text:tie_word_embeddings=1:global_head_dim=512",
+        "model_spec:gemma4:tie_word_embeddings=1:global_head_dim=512",
+        "model_spec:gemma4_unified:tie_word_embeddings=1:global_head_dim=512",
     )
 
     @hookimpl("model_spec", name="gemma2")
@@ -47,3 +50,30 @@ class SpecsGemma:
         from miles_specs_gemma.families import gemma3
 
         return DecoderFamily(gemma3)
+
+    @hookimpl("model_spec", name="gemma4_text")
+    def gemma4_text(self, hf_config: Any) -> Family:
+        """The text models of Gemma 4."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma4_text
+
+        return DecoderFamily(gemma4_text)
+
+    @hookimpl("model_spec", name="gemma4")
+    def gemma4(self, hf_config: Any) -> Family:
+        """The text model of a Gemma 4 with a vision tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma4
+
+        return DecoderFamily(gemma4)
+
+    @hookimpl("model_spec", name="gemma4_unified")
+    def gemma4_unified(self, hf_config: Any) -> Family:
+        """The text model of a Gemma 4 that embeds images and sound without a tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma4
+
+        return DecoderFamily(gemma4)

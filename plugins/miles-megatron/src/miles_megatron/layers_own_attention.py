@@ -1,0 +1,59 @@
+"""Self-attention of a layer whose heads are not those of the model's config, or whose values are made otherwise."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from miles_megatron import cpu
+from miles_megatron.specs import Attention
+
+cpu.install()
+
+from megatron.core.transformer import TransformerConfig  # noqa: E402 - after install()
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # noqa: E402
+
+
+class LayersOwnAttention(SelfAttention):
+    """Megatron's, by what `attention` says of its heads and values; see specs.Attention.
+
+    Where keys are values, `linear_qkv` gives a group's queries and its key, [T, b, groups x (n / groups + 1) x d].
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, *args,
+                 attention: Attention, **kwargs):  # fmt: skip
+        config = copy.copy(config)  # what is inside reads its sizes there too
+        config.kv_channels = attention.head_dim or config.kv_channels
+        config.num_query_groups = attention.groups or config.num_query_groups
+        if attention.key_is_value:
+            values = config.kv_channels * config.num_query_groups
+            submodules = replace(submodules, linear_qkv=functools.partial(_narrower, submodules.linear_qkv, values))
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.attention = attention
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, ...]:
+        """[T, b, H] -> q [T, b, n, d], k and v [T, b, groups, d], of this rank's heads."""
+        if self.attention.key_is_value:
+            query, key, value = self._from_two(hidden_states)
+        else:
+            query, key, value = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        if self.attention.value_norm:
+            value = F.rms_norm(value.float(), value.shape[-1:], eps=self.config.layernorm_epsilon).type_as(value)
+        return query, key, value
+
+    def _from_two(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        size = self.hidden_size_per_attention_head
+        both = self.linear_qkv(hidden_states)[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        query, key = both.split((both.shape[-1] - size, size), -1)
+        value, query = key, query.reshape(*query.shape[:2], -1, size)
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
+
+
+def _narrower(column, values: int, inputs: int, outputs: int, **kwargs) -> torch.nn.Module:
+    """The projection without the rows of the values."""
+    return column(inputs, outputs - values, **kwargs)
