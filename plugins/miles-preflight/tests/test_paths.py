@@ -112,3 +112,9 @@ def test_another_programs_checkpoint_and_the_folder_above_ones_own(plan, folder)
 def test_a_folder_that_cannot_be_written(plan, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
     refused(plan, "nothing can be written in", "--save", tmp_path / "a" / "b")
+
+
+def test_load_of_the_hugging_face_folder_starts_from_it(plan, tmp_path):
+    """Scripts of Miles that load through a bridge name it twice."""
+    folder = plan().config.checkpoint.hf_checkpoint
+    assert plan("--load", folder).config.checkpoint.load is None

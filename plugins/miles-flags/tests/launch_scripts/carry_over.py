@@ -70,6 +70,8 @@ def argv(words: list[str], root: Path, tokenizer: Path) -> list[str]:
     shutil.copytree(tokenizer, model)
     said = configuration(model.name)
     (model / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    if "vision_config" in said:
+        (model / "preprocessor_config.json").write_text("{}", encoding="utf-8")
     said.pop("quantization_config", None)  # what upstream's tools make of a checkpoint is not rounded
     for given in (given for flag in WEIGHTS for given in after(moved, flag)):
         Path(given).mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ class Preflight:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
+        from miles_core.config.load import with_values
         from miles_preflight.checkpoint_files import check_files
         from miles_preflight.lengths import check_lengths
         from miles_preflight.machine import check_gpus, check_listening
@@ -32,6 +33,10 @@ class Preflight:
         from miles_preflight.tokenizer import check_tokenizer
         from miles_preflight.unread import unread
 
+        checkpoint = config.checkpoint
+        if checkpoint.load is not None and checkpoint.load == checkpoint.hf_checkpoint != checkpoint.save:
+            note("--load names the Hugging Face folder of --hf-checkpoint: the run starts from it")
+            config = with_values(config, "the folder of --hf-checkpoint", checkpoint__load=None)
         check_silent(config)
         check_settings(config, note)
         check_paths(config, note)
