@@ -108,8 +108,8 @@ def fits(config: TransformerConfig, attention: Attention) -> bool:
 
     The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks and without queries
     that grow, have heads of up to 256 channels, and no window where keys travel between context-parallel ranks. In
-    deterministic mode there are none
-    for packed rows, and scores of all rows by all would be written out: 256 GiB for 16,384 rows.
+    deterministic mode there are none for packed rows, and scores of all rows by all would be written out: 256 GiB for
+    16,384 rows.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
     narrow = (attention.head_dim or config.kv_channels) <= _WIDEST
