@@ -99,9 +99,9 @@ def test_truncated_iteration(place):
     place.refuses(2, "iter_0000001/ ... the checkpoint cannot be read", "--load", "ckpt")
 
 
-def test_load_of_a_hugging_face_folder(place):
+def test_load_of_a_hugging_face_folder_that_is_not_the_runs_own(place):
     place.refuses(2, "this is no checkpoint of a run ... Hugging Face folder ... --hf-checkpoint", "--load",
-                  str(place.tiny / "qwen3"))
+                  str(place.tiny / "qwen3_moe"))
 
 
 def test_load_of_another_model(place):

@@ -114,6 +114,9 @@ SILENT = {
     "kl-that-drives-away": (("--kl-coef", -0.1), "algorithm.kl_coef", lambda: penalty(kl_coef=-0.1) > 0),
     "ratio-of-1-in-later-steps": ((SKIP, "--num-steps-per-rollout", 2), "algorithm.skip_actor_forward_only", lambda: (
         surrogate(old=NEW)[1] == 0 and surrogate()[1] == 0.5)),
+    "band-beyond-every-ratio": (("--eps-clip", 1.5), "algorithm.eps_clip", lambda: (
+        surrogate(advantage=-1.0, low=1.5)[1] == 0 and surrogate(advantage=-1.0)[1] == 0.5)),
+    "band-above-every-ratio": (("--eps-clip-high", 20), "algorithm.eps_clip_high", lambda: surrogate(high=20)[1] == 0),
     "bounds-of-the-ratio-as-widths": (("--eps-clip", 0.8, "--eps-clip-high", 1.28), "algorithm.eps_clip", lambda: (
         surrogate(low=0.8, high=1.28)[1] == 0 and surrogate()[1] == 0.5)),
     "band-of-no-width": (("--eps-clip", 0, "--eps-clip-high", 0), "algorithm.eps_clip", lambda: (

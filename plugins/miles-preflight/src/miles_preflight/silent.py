@@ -88,6 +88,9 @@ def _ratio(config: RunConfig) -> None:
     if algorithm.policy_loss != "clip" or config.debug.debug_rollout_only:
         return
     keys = ("algorithm.eps_clip", "algorithm.eps_clip_high")
+    if low > 1 or high > 10:
+        _refuse(config, "a ratio of probabilities hardly reaches the ends of this band, so nothing would be clipped",
+                "0.2 and 0.28 are usual", *keys)
     if 0.5 <= low <= 1 < high < 1.6:
         _refuse(config, "these look like bounds of the ratio, and here they are widths to both sides of 1",
                 "for 0.8 to 1.28 write --eps-clip 0.2 --eps-clip-high 0.28", *keys)
