@@ -6,14 +6,12 @@ Megatron-core over gloo, the same plan that `miles run` would carry out.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches, by_size
 
 from miles_core.plugins.plan import prepare
 from tests.integration.samples import sampled
@@ -102,17 +100,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks():
     """size -> Ranks; more than two are started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def start(size: int) -> Ranks:
-        if size not in started:
-            started[size] = Ranks(size).__enter__()
-        return started[size]
-
-    start(1), start(2)
-    yield start
-    with ThreadPoolExecutor() as pool:  # after dozens of trainers each takes its 5 s
-        list(pool.map(Ranks.__exit__, started.values()))
+    with by_size(1, 2) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

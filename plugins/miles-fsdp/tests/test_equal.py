@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches, by_size
 
 from miles_core.errors import CheckpointError
 from miles_core.plugins.plan import prepare
@@ -67,12 +67,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def train(folder):
     """(trainer, model, ranks, *flags) -> what Ranks.train answers; of one rank without flags it is remembered."""
-    started, known = {size: Ranks(size).__enter__() for size in (1, 2)}, {}  # imports are nobody's time
-
-    def ranks_of(size):
-        if size not in started:
-            started[size] = Ranks(size).__enter__()
-        return started[size]
+    known = {}
 
     def run(trainer, model, size=1, *flags):
         key = trainer, model, size, *flags
@@ -82,10 +77,9 @@ def train(folder):
             known[key] = ranks_of(size).train(prepare(folder / "run.toml", argv), batches(3))
         return known[key]
 
-    run.ranks = ranks_of
-    yield run
-    for ranks in started.values():
-        ranks.__exit__(None, None, None)
+    with by_size(1, 2) as ranks_of:
+        run.ranks = ranks_of
+        yield run
 
 
 def same(found, expected):

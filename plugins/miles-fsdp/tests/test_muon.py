@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from miles_fsdp.muon import QUINTIC, Muon, orthogonalized, output_axes
 from miles_fsdp.plugin import FsdpOptions
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches, by_size
 from miles_testing import tiny_checkpoint, trainer_contract
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -49,16 +49,8 @@ def plan(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks():
     """size -> Ranks, started once; imports are nobody's time."""
-    started = {size: Ranks(size).__enter__() for size in (1, 2)}
-
-    def of(size):
-        if size not in started:
-            started[size] = Ranks(size).__enter__()
-        return started[size]
-
-    yield of
-    for one in started.values():
-        one.__exit__(None, None, None)
+    with by_size(1, 2) as ranks_of:
+        yield ranks_of
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import mixture
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import Ranks, distance
+from miles_megatron.testing.ranks import by_size, distance
 
 from miles_core.plugins.plan import prepare
 
@@ -110,17 +110,8 @@ def batch(folder):
 @pytest.fixture(scope="module")
 def ranks():
     """size -> Ranks; more than two are started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def start(size: int) -> Ranks:
-        if size not in started:
-            started[size] = Ranks(size).__enter__()
-        return started[size]
-
-    start(1), start(2)
-    yield start
-    for group in started.values():
-        group.__exit__()
+    with by_size(1, 2) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -114,9 +114,8 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
             if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
-    sizes = dict(patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
-    if PROCESSORS[kind] is not QWEN:
-        sizes = {}
+    sizes = {} if PROCESSORS[kind] is not QWEN else dict(
+        patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind] | sizes))
     if kind in SETTINGS:
         (folder / "processor_config.json").write_text(json.dumps(SETTINGS[kind]))

@@ -9,6 +9,30 @@ from pictures import picture
 
 from miles_core.types import Batch, Group, Prompt, Sample, Status
 
+RUN_FILE = """
+plugins = ["grpo", "vision"]
+[vision]
+multimodal_keys = { image = "pictures" }
+[rollout]
+prompt_data = "data/none.jsonl"
+rollout_batch_size = 4
+n_samples_per_prompt = 1
+rollout_max_response_len = 20
+rollout_max_context_len = 200
+[perf]
+bf16 = false
+trainer_host = "process"
+trainer_timeout = 30
+[algorithm]
+rewards_normalization = false
+[optimizer]
+lr = 5e-4
+weight_decay = 0.1
+adam_eps = 1e-6
+lr_decay_style = "constant"
+"""
+"""What runs on such rollouts have in common; their trainer and its micro-batches are flags."""
+
 
 def placeholders(process, data):
     """The tokens of an image as the model's processor writes them: here without it, as some want torchvision."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from miles_megatron.testing.ranks import Ranks
-from rollouts import batches
+from miles_megatron.testing.ranks import by_size
+from rollouts import RUN_FILE, batches
 
 from miles_core.plugins.plan import prepare
 
@@ -16,53 +16,22 @@ from miles_core.plugins.plan import prepare
 pytestmark = [pytest.mark.xdist_group("vision-ranks"), pytest.mark.full]
 
 LOSS, WEIGHTS = 2e-6, 1e-5
-RUN_FILE = """
-plugins = ["grpo", "vision"]
-[vision]
-multimodal_keys = { image = "pictures" }
-[rollout]
-prompt_data = "data/none.jsonl"
-num_rollout = 3
-rollout_batch_size = 4
-n_samples_per_prompt = 1
-num_steps_per_rollout = 2
-rollout_max_response_len = 20
-rollout_max_context_len = 200
-[perf]
-bf16 = false
-trainer = "fsdp"
-micro_batch_size = 1
-trainer_host = "process"
-trainer_timeout = 30
-[algorithm]
-use_kl_loss = true
-kl_loss_coef = 0.05
-rewards_normalization = false
-[optimizer]
-lr = 5e-4
-weight_decay = 0.1
-adam_eps = 1e-6
-lr_decay_style = "constant"
-"""
+FSDP = ("--trainer", "fsdp", "--micro-batch-size", "1", "--num-rollout", "3", "--num-steps-per-rollout", "2",
+        "--use-kl-loss", "--kl-loss-coef", "0.05")
 
 
 @pytest.fixture(scope="module")
 def train(checkpoint, tmp_path_factory):
     """(kind, ranks, images of each prompt, *flags) -> what Ranks.train answers after rollouts of such prompts."""
-    started = {}
-
     def run(kind, size, images, *flags):
-        if size not in started:
-            started[size] = Ranks(size).__enter__()
         folder = tmp_path_factory.mktemp("ranks")
         (folder / "run.toml").write_text(RUN_FILE)
         plan = prepare(folder / "run.toml", ["--hf-checkpoint", str(checkpoint(kind)), "--actor-num-gpus-per-node",
-                                             str(size), "--vision.image-dir", str(folder / "images"), *flags])
-        return started[size].train(plan, batches(checkpoint(kind), folder / "images", images))
+                                             str(size), "--vision.image-dir", str(folder / "images"), *FSDP, *flags])
+        return ranks_of(size).train(plan, batches(checkpoint(kind), folder / "images", images))
 
-    yield run
-    for ranks in started.values():
-        ranks.__exit__(None, None, None)
+    with by_size() as ranks_of:
+        yield run
 
 
 MIXED = [[1, 0, 0, 2], [0, 0, 0, 0], [0, 3, 1, 1]]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import cpu
-from miles_megatron.testing.ranks import Ranks
+from miles_megatron.testing.ranks import by_size
 from miles_testing import toy_run
 from miles_vision.images import ImageStore, opened
 from miles_vision.processor import load_pixels
 from pictures import picture
-from rollouts import batches
+from rollouts import RUN_FILE, batches
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -21,32 +21,7 @@ from miles_core.build import trainer_part
 from miles_core.plugins.plan import prepare
 from miles_core.types import Rank
 
-RUN_FILE = """
-plugins = ["grpo", "vision"]
-[vision]
-multimodal_keys = { image = "pictures" }
-[rollout]
-prompt_data = "data/none.jsonl"
-num_rollout = 2
-rollout_batch_size = 4
-n_samples_per_prompt = 1
-rollout_max_response_len = 20
-rollout_max_context_len = 200
-[perf]
-bf16 = false
-trainer = "megatron"
-use_dynamic_batch_size = true
-max_tokens_per_gpu = 2000
-trainer_host = "process"
-trainer_timeout = 30
-[algorithm]
-rewards_normalization = false
-[optimizer]
-lr = 5e-4
-weight_decay = 0.1
-adam_eps = 1e-6
-lr_decay_style = "constant"
-"""
+MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2000", "--num-rollout", "2")
 KINDS = ["mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"]
 SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
@@ -59,7 +34,7 @@ def planned(checkpoint, tmp_path):
         folder = checkpoint(kind)
         (tmp_path / "run.toml").write_text(RUN_FILE)
         plan = prepare(tmp_path / "run.toml", ["--hf-checkpoint", str(folder), "--vision.image-dir",
-                                               str(tmp_path / "images"), *flags])
+                                               str(tmp_path / "images"), *MEGATRON, *flags])
         return plan, batches(folder, tmp_path / "images", images), ImageStore(tmp_path / "images")
 
     return made
@@ -154,16 +129,8 @@ def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(k
 @pytest.fixture(scope="module")
 def ranks():
     """How many -> processes that are started once."""
-    started = {}
-
-    def of(size):
-        if size not in started:
-            started[size] = Ranks(size).__enter__()
-        return started[size]
-
-    yield of
-    for one in started.values():
-        one.__exit__(None, None, None)
+    with by_size() as ranks_of:
+        yield ranks_of
 
 
 LAYOUTS = {

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from miles_local.inputs import joined
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -153,7 +154,7 @@ class CausalModule(torch.nn.Module):
         parts = [self._inputs(self.model, sample) for sample in batch.samples]
         names = dict.fromkeys(name for part in parts for name in part)
         values = {name: [part[name] for part in parts if name in part] for name in names}
-        return {name: (self._laid_out(some) if name.endswith("_ids") else _joined(some)).to(batch.device)
+        return {name: (self._laid_out(some) if name.endswith("_ids") else joined(some)).to(batch.device)
                 for name, some in values.items()}
 
     def _laid_out(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -166,13 +167,6 @@ class CausalModule(torch.nn.Module):
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V], as the architecture makes them."""
         return cast("torch.Tensor", self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0])
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, ...] each -> [sum of n, ...], smaller ones filled up with zeros behind, as processors do with images."""
-    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    return torch.cat([F.pad(part, [edge for size, most in zip(part.shape[:0:-1], largest[::-1], strict=True)
-                                   for edge in (0, most - size)]) for part in parts])
 
 
 def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = False,

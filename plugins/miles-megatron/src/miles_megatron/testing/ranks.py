@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,25 @@ class Ranks:
         if self._group is not None:
             self._runner.run(self._group.close())
             self._group = None
+
+
+@contextmanager
+def by_size(*sizes: int) -> Iterator[Callable[[int], Ranks]]:
+    """size -> Ranks, each started once: those of `sizes` now, as imports are nobody's time, others when asked for."""
+    started: dict[int, Ranks] = {}
+
+    def of(size: int) -> Ranks:
+        if size not in started:
+            started[size] = Ranks(size).__enter__()
+        return started[size]
+
+    for size in sizes:
+        of(size)
+    try:
+        yield of
+    finally:
+        with ThreadPoolExecutor() as pool:  # after dozens of trainers each takes its 5 s
+            list(pool.map(Ranks.__exit__, started.values()))
 
 
 class Trial:
