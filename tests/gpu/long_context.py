@@ -18,54 +18,15 @@ import json
 import shlex
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from ranks import trained
 from trainer_speed import RUN, SHAPES, rollout
 
 TOKENS = 262_144
 TINY = SHAPES["qwen3-0.6b"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
                                "num_key_value_heads": 2, "intermediate_size": 96}
-
-
-class Case:
-    """Lives in each rank."""
-
-    def __init__(self, selected: Any, config: Any, rank: Any):
-        import torch
-        from miles_megatron.model_on_rank import ModelOnRank
-
-        from miles_core.build import trainer_part
-
-        ModelOnRank.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
-        self.rank = rank
-        self.trainer = trainer_part(list(selected), config, rank)
-        self.gpu, self.before = torch.cuda.is_available(), _status("VmRSS")
-        self.trainer.load()
-
-    def train(self, batch: Any, steps: int) -> dict[int, dict[str, Any]]:
-        """Whole rollouts; rank -> what came of them."""
-        import torch
-
-        metrics, seconds = [], []
-        for _ in range(steps):
-            self.trainer.take_batch(batch)
-            scores = self.trainer.score() | self.trainer.advantage()
-            begin = time.perf_counter()
-            metrics.append(scores | self.trainer.step(0))
-            seconds.append(time.perf_counter() - begin)
-            self.trainer.end_batch()
-        peak = torch.cuda.max_memory_allocated() if self.gpu else _status("VmHWM") - self.before
-        return {self.rank.index: {
-            "peak": peak, "seconds": seconds, "loss": [one["train/loss"] for one in metrics],
-            "grad_norm": [one["train/grad_norm"] for one in metrics]}}
-
-
-def _status(field: str) -> int:
-    """A size in /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def plan_of(folder: Path, shape: dict[str, Any], ranks: int, tokens: int, flags: list[str]) -> Any:
@@ -77,18 +38,6 @@ def plan_of(folder: Path, shape: dict[str, Any], ranks: int, tokens: int, flags:
     cut = ["--actor-num-gpus-per-node", str(ranks), "--context-parallel-size", str(ranks)]
     return prepare(folder / "run.toml", ["--plan-without-weights", "--trainer-host", "process", *cut,
                                          "--recompute-granularity", "full", *flags])
-
-
-async def trained(plan: Any, ranks: int, tokens: int, steps: int) -> dict[int, dict[str, Any]]:
-    """The ranks' figures."""
-    from miles_core.hosts import process_group
-
-    handle = process_group("case", ranks, Case, plan.selected, plan.config)
-    handle.timeout = 3600
-    try:
-        return await handle.train(rollout(2 * tokens, tokens), steps)
-    finally:
-        await handle.close()
 
 
 def main() -> int:
@@ -107,11 +56,11 @@ def main() -> int:
         shape = TINY if given.tiny else SHAPES["qwen3-0.6b"]
         plan = plan_of(Path(folder), shape, ranks, tokens, shlex.split(given.flags))
         parts = estimate.trainer(plan.config, estimate.dimensions_of(plan.config))
-        found = asyncio.run(trained(plan, ranks, tokens, given.steps))
+        found = asyncio.run(trained(plan, ranks, rollout(2 * tokens, tokens), given.steps))
     predicted, measured = sum(parts.values()), max(one["peak"] for one in found.values())
     first = found[0]
     print(json.dumps({"ranks": ranks, "tokens": tokens, "loss": first["loss"], "grad_norm": first["grad_norm"],
-                      "seconds": [round(one, 2) for one in first["seconds"]], "predicted": round(predicted),
+                      "seconds": [round(one, 2) for one in first["seconds"]["step"]], "predicted": round(predicted),
                       "predicted_parts": {name: round(one) for name, one in parts.items()},
                       "measured": measured, "off": round(predicted / measured - 1, 3),
                       "on": "GPU" if gpus else "CPU"}))
@@ -119,6 +68,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import long_context  # spawned ranks know this module by its name
-
-    sys.exit(long_context.main())
+    sys.exit(main())

@@ -1,15 +1,13 @@
-"""Mixtures of experts through whole runs on GPUs: what routing replay gives and costs, and a model of 30B parameters.
+"""Mixtures of experts through whole runs on one GPU: what routing replay, FP8 and int4 give and cost.
 
     python tests/gpu/moe.py replay            one GPU: a random model with 32 experts, with and without --plugin r3
-    python tests/gpu/moe.py large --gpus 4    four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, an engine of TP4 x EP4
-    python tests/gpu/moe.py large --gpus 2 --layers 16    two: as many of its layers, trainer and engine EP2
     python tests/gpu/moe.py recipe            one: examples/moe.toml as it is with r3 and fp8, engine in bf16 and in FP8
     python tests/gpu/moe.py precision         one: bf16 and FP8 on each side, with r3: speed, memory, difference
     python tests/gpu/moe.py repeat            one: examples/moe.toml, twice with --deterministic-mode, and what it costs
     python tests/gpu/moe.py int4              one: examples/moe.toml with an engine of int4 experts
     python tests/gpu/moe.py replay --tiny     the same code on a CPU: the local engine, a few layers
 
-Weights of the first two are random and made here; their reward is a coin. Prints a table; the exit status is 1 where a
+Weights of replay and precision are random and made here; their reward is a coin. Prints a table; the exit status is 1 where a
 run fails.
 """
 
@@ -51,9 +49,6 @@ SHAPES = {
     "tiny": QWEN3_MOE | {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
                          "num_key_value_heads": 2, "intermediate_size": 256, "num_experts": 16, "vocab_size": 264,
                          "num_experts_per_tok": 4, "moe_intermediate_size": 128},
-    "large": QWEN3_MOE | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
-                          "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128,
-                          "vocab_size": 151936, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
 SGLANG = [
     *(() if importlib.util.find_spec("sglang_router") else ("--router", "none")), "--engine", "sglang",
@@ -307,25 +302,11 @@ def table(found: dict[str, list[dict]]) -> None:
         print(f"seconds of a step, {name} over {next(iter(found))}: {ratio:.3f}")
 
 
-def large(gpus: int) -> list[object]:
-    """Flags of the large model: on two GPUs a data-parallel rank each, on more two tensor-parallel ones."""
-    wide = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--recompute-granularity", "full",
-            "--max-tokens-per-gpu", 8192] if gpus > 2 else []
-    return ["--actor-num-gpus-per-node", gpus, "--rollout-num-gpus-per-engine", gpus, *wide,
-            "--expert-model-parallel-size", 2, "--sglang-ep-size", gpus, "--sglang-mem-fraction-static", "0.25",
-            "--no-offload-train", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
-            "--exp-avg-sq-dtype", "bf16",
-            # its kernels are compiled when the server starts, for three minutes
-            "--sglang-enforce-disable-flashinfer-allreduce-fusion"]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     others = {"recipe": recipe, "precision": precision, "repeat": repeat, "int4": int4}
-    parser.add_argument("what", choices=["replay", "large", *others])
+    parser.add_argument("what", choices=["replay", *others])
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--layers", type=int, help="of the model, instead of all")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-moe"))
     parser.add_argument("--rollouts", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=400)
@@ -334,9 +315,8 @@ def main() -> int:
     if args.what in others:
         return others[args.what](args)
     shape = SHAPES["tiny" if args.tiny else args.what]
-    shape = shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"]}
     begin = time.perf_counter()
-    size = checkpoint(shape, args.folder / "model", 0.02 if args.what == "large" and not args.tiny else 0.06)
+    size = checkpoint(shape, args.folder / "model", 0.06)
     print(f"{size / 1e9:.2f}e9 parameters, made in {time.perf_counter() - begin:.0f} s", flush=True)
     common = ["--hf-checkpoint", args.folder / "model", "--num-rollout", args.rollouts, "--skip-eval-before-train",
               "--eval-interval", 1000, "--lr", "1e-6", "--rollout-ignore-eos"]
@@ -346,13 +326,9 @@ def main() -> int:
     else:
         common += [*SGLANG, "--rollout-max-response-len", 256, "--rollout-batch-size", 32,
                    "--max-tokens-per-gpu", 16384]
-    if args.what == "large" and not args.tiny:
-        common += large(args.gpus)
     common += args.flags.split()
     found = {}
     for name, words in {"without": [], "with r3": ["--plugin", "r3", "--r3.compare-every", "100"]}.items():
-        if args.what == "large" and not words:
-            continue
         found[name] = run(args.folder / name.replace(" ", "-"), [*map(str, common), *words], args.seconds)
     if not all(found.values()):
         return 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -45,6 +46,7 @@ SHAPES |= {
                                          "num_key_value_heads": 4, "moe_intermediate_size": ffn}
     for hidden, ffn in ((2048, 768), (4096, 1536))
 }
+SHAPES["qwen3-30b-a3b"] = SHAPES["moe-2048"] | {"num_hidden_layers": 48, "num_experts": 128, "intermediate_size": 6144}
 """moe-2048 has the layers of Qwen3-30B-A3B with half of its experts, moe-4096 those of Qwen3-235B-A22B."""
 
 RUN = """
@@ -66,7 +68,7 @@ trainer_host = "thread"
 """
 
 
-def rollout(tokens: int, length: int):
+def rollout(tokens: int, length: int, vocabulary: int = 150_000):
     """A batch that fills one micro-batch: samples of `length` tokens, of which an eighth is the prompt."""
     import numpy as np
 
@@ -76,7 +78,7 @@ def rollout(tokens: int, length: int):
 
     def sample(prompt: Prompt, index: int) -> Sample:
         answer = length - first
-        columns = {"tokens": draw.integers(0, 150000, length).astype(np.int32),
+        columns = {"tokens": draw.integers(0, vocabulary, length).astype(np.int32),
                    "loss_mask": np.ones(answer, np.uint8), "versions": np.ones(answer, np.int32),
                    "rollout_log_probs": np.full(answer, -12.0, np.float32)}
         return Sample(prompt, index, columns, answer, status=Status.COMPLETED, reward=float(index))
@@ -88,8 +90,13 @@ def rollout(tokens: int, length: int):
     return Batch(0, groups)
 
 
+KINDS = {"communication": "nccl", "attention": "flash|fmha|sdpa", "products": "gemm|nvjet|cutlass|cublas|grouped",
+         "copies": "memcpy|memset"}
+"""Kinds of kernels, by what their names contain; the first that does."""
+
+
 def profiled(call, profile: list[dict[str, object]]) -> None:
-    """A call under torch's profiler; appends how long the GPU was busy, and the kernels that took longest."""
+    """A call under torch's profiler; appends how long the GPU was busy, with what, and the kernels that took longest."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -100,12 +107,14 @@ def profiled(call, profile: list[dict[str, object]]) -> None:
     spans, busy, last = sorted((k.time_range.start, k.time_range.end) for k in kernels), 0.0, 0.0
     for start, end in spans:
         busy, last = busy + max(0.0, end - max(start, last)), max(last, end)
-    longest, count = Counter(), Counter()
+    longest, count, kinds = Counter(), Counter(), Counter()
     for kernel in kernels:
+        kind = next((kind for kind, names in KINDS.items() if re.search(names, kernel.name, re.IGNORECASE)), "other")
+        kinds[kind] += (kernel.time_range.end - kernel.time_range.start) / 1e3
         longest[kernel.name[:90]] += kernel.time_range.end - kernel.time_range.start
         count[kernel.name[:90]] += 1
     profile.append({"busy_ms": round(busy / 1e3, 1), "of_ms": round((spans[-1][1] - spans[0][0]) / 1e3, 1),
-                    "kernels": len(spans),
+                    "kernels": len(spans), "kinds_ms": {kind: round(ms, 1) for kind, ms in kinds.most_common()},
                     "longest": [[round(us / 1e3, 2), count[name], name] for name, us in longest.most_common(30)]})
 
 
@@ -117,7 +126,6 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     from miles_megatron.model_on_rank import ModelOnRank
 
     from miles_core.build import trainer_part
-    from miles_core.config.architecture import architecture_of
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
 
@@ -154,10 +162,10 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     counted = torch.cuda.max_memory_allocated()
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
-    model, size = estimate.dimensions_of(plan.config), architecture_of(plan.config)
+    model = estimate.dimensions_of(plan.config)
     parts = estimate.trainer(plan.config, model)
-    met = estimate.active_parameters(size)
-    once = estimate.flops(length, parameters=met, attention=size.attention) * (whole // length)
+    met = estimate.active_parameters(model.size)
+    once = estimate.flops(length, parameters=met, attention=model.size.attention) * (whole // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])
     predicted = sum(parts.values())
     trainer.close()

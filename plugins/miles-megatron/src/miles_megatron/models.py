@@ -166,13 +166,13 @@ class Models:
         state = [tag for tag in tags if tag == OPTIMIZER]
         for one in self.on_rank.values():
             one.memory.offload([tag for tag in tags if tag != OPTIMIZER])
-        _empty_cache()  # before other copies start, which giving memory back would wait for
+        empty_cache()  # before other copies start, which giving memory back would wait for
         for one in self.on_rank.values():
             one.memory.offload(state, wait=False)
         if state and (WEIGHTS in tags or not self._room()):
             for one in self.on_rank.values():
                 one.memory.settle()
-            _empty_cache()
+            empty_cache()
 
     def _room(self) -> bool:
         """Whether an engine's weights and a sync's buckets fit beside optimizer state that has not left yet."""
@@ -226,7 +226,7 @@ class Models:
                           config=weights.PLAIN | weights.without_left(self.actor.weight_map))
 
 
-def _empty_cache() -> None:
+def empty_cache() -> None:
     """What is free on this GPU is so for other processes, too."""
     if not cpu.no_cuda():
         torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ from miles_megatron.gradients import gathered
 from miles_megatron.heads import sizes_of
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank
-from miles_megatron.models import Models
+from miles_megatron.models import Models, empty_cache
 from miles_megatron.objective import Objective
 from miles_megatron.on_policy import check_equal
 from miles_megatron.oom import explained
@@ -135,6 +135,8 @@ class MegatronTrainer:
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
         memory.give_back()
+        if self.config.perf.colocate:
+            empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be all its room
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:

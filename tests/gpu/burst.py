@@ -1,0 +1,51 @@
+"""What a run's engine takes alone: after the second rollout its server gets the same requests once more, from here."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+from miles_core.hookspecs import hookimpl
+
+
+class Burst:
+    """Writes burst.json into the run's directory: seconds and new tokens. Of a run with one server."""
+
+    name = "burst"
+
+    def __init__(self):
+        self.run_dir: Path | None = None
+
+    @hookimpl
+    def metrics(self, run_dir: Path) -> None:
+        """The first rollout is over."""
+        self.run_dir = run_dir
+
+    @hookimpl
+    def shape_rewards(self, groups: list) -> list:
+        """The groups as they are. A rollout is complete, and its engine idle and awake with the same weights."""
+        if self.run_dir is None or (self.run_dir / "burst.json").exists():
+            return groups
+        logs = "".join(log.read_text(errors="replace") for log in (self.run_dir / "logs").glob("*.log"))
+        if ports := re.findall(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", logs):
+            bodies = [{"input_ids": list(group.prompt.token_ids), "return_logprob": True,
+                       "sampling_params": {"temperature": 1.0, "max_new_tokens": sample.response_length,
+                                           "ignore_eos": True}} for group in groups for sample in group.samples]
+            begin = time.perf_counter()
+            with ThreadPoolExecutor(len(bodies)) as pool:
+                list(pool.map(lambda body: asked(ports[-1], body), bodies))
+            (self.run_dir / "burst.json").write_text(json.dumps({
+                "seconds": time.perf_counter() - begin,
+                "tokens": sum(body["sampling_params"]["max_new_tokens"] for body in bodies)}))
+        return groups
+
+
+def asked(port: str, body: dict) -> bytes:
+    """A server's answer."""
+    request = Request(f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(),
+                      {"Content-Type": "application/json"})
+    return urlopen(request, timeout=600).read()
