@@ -4,9 +4,10 @@
     python bench/driver.py --engines 1 64 --requests 16 --readers 0 1
 
 The shipped loop with plugin sglang (`--rollout-external --debug-rollout-only`) asks servers of this script, whose
-answers are bytes made beforehand: what is left is what the driver does with each token. CPU seconds are those of the
-loop's process and of its children from the end of the first rollout to that of the last, so that the start does not
-count. Memory is what the loop's process and its readers have at both ends.
+answers are bytes made beforehand: what is left is what the driver does with each token. Routes come as narrow as from
+servers that Miles starts, or `wide`, in int32. CPU seconds are those of the loop's process and of its children from the
+end of the first rollout to that of the last, so that the start does not count. Memory is what the loop's process and
+its readers have at both ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+import torch
 from aiohttp import web
+from miles_sglang.server_extension.routes.miles_routes import narrowed
 
 MODEL = Path(__file__).parents[1] / "examples/arithmetic"
 ROUTED = 48, 8
@@ -58,9 +61,9 @@ class Meter:
 class Answers:
     """A server's answers of so many tokens, each made once."""
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int, wide: bool):
         draw = np.random.default_rng(0)
-        self.tokens, self.version = tokens, "default"
+        self.tokens, self.version, self.wide = tokens, "default", wide
         self.ids = draw.integers(10, 250, tokens).tolist()
         log_probs = np.round(-3 * draw.random(tokens), 9).tolist()
         self.meta = {
@@ -79,7 +82,8 @@ class Answers:
             if key[2]:
                 shape = prompt + self.tokens - 1 - first, ROUTED[0], 1
                 routes = np.broadcast_to(np.arange(ROUTED[1], dtype=np.int32), (*shape[:2], ROUTED[1]))
-                meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+                data = routes if self.wide else narrowed(torch.from_numpy(routes.copy())).numpy()
+                meta["routed_experts"] = base64.b64encode(data.tobytes()).decode()
             self._made[key] = orjson.dumps({"text": "", "output_ids": self.ids, "meta_info": meta})
         return web.Response(body=self._made[key], content_type="application/json")
 
@@ -96,9 +100,9 @@ class Answers:
             "max_req_input_len": 2**20, "model_path": "x", "version": "0.5.16", "served_model_name": "x"})
 
 
-async def serve(engines: int, tokens: int, ready: Path) -> None:
+async def serve(engines: int, tokens: int, wide: bool, ready: Path) -> None:
     """Servers until this process is ended; their ports are written to `ready`."""
-    ports, answers = [], Answers(tokens)
+    ports, answers = [], Answers(tokens, wide)
     for _ in range(engines):
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/generate", answers.generate)
@@ -148,13 +152,13 @@ def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, 
     return np.array([json.loads(line) for line in used.read_text().splitlines()])
 
 
-def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int) -> list[float]:
+def measured(args: argparse.Namespace, engines: int, routes: str, readers: int) -> list[float]:
     """CPU seconds per million tokens, of the loop's process and of all; then MiB of the former and of its children,
     each after the first and the last rollout."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--serve", str(folder / "ports"), "--engines", str(engines),
-                 "--tokens", str(args.tokens)]
+                 "--tokens", str(args.tokens), "--routes", routes]
         server = subprocess.Popen(words)
         try:
             while not (folder / "ports").exists():
@@ -162,7 +166,7 @@ def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int)
                     raise SystemExit("the servers ended")
                 time.sleep(0.05)
             ports = json.loads((folder / "ports").read_text())
-            used = run(folder, ports, args, routes, readers)
+            used = run(folder, ports, args, routes != "off", readers)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait()
@@ -177,20 +181,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="of a rollout, for each engine")
     parser.add_argument("--tokens", type=int, default=4096, help="of each answer")
     parser.add_argument("--rollouts", type=int, default=3)
-    parser.add_argument("--routes", choices=("off", "on", "both"), default="both")
+    parser.add_argument("--routes", nargs="+", choices=("off", "on", "wide"), default=["off", "on"])
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for miles run; come last")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        asyncio.run(serve(args.engines[0], args.tokens, args.serve))
+        asyncio.run(serve(args.engines[0], args.tokens, args.routes == ["wide"], args.serve))
     print(f"{args.requests} requests x {args.tokens} tokens a rollout and engine\n")
     print("| engines | routes | readers | loop, s per million tokens | all | loop, MiB | readers, MiB |", flush=True)
     print("|---|---|---|---|---|---|---|", flush=True)
-    choices = {"off": [False], "on": [True], "both": [False, True]}[args.routes]
-    for engines, routes, readers in itertools.product(args.engines, choices, args.readers):
+    shown = {"off": "-", "on": "48 x 8", "wide": "48 x 8, int32"}
+    for engines, routes, readers in itertools.product(args.engines, args.routes, args.readers):
         own, total, *memory = measured(args, engines, routes, readers)
-        print(f"| {engines} | {'48 x 8' if routes else '-'} | {readers} | {own:.2f} | {total:.2f} | "
+        print(f"| {engines} | {shown[routes]} | {readers} | {own:.2f} | {total:.2f} | "
               "{:.0f} -> {:.0f} | {:.0f} -> {:.0f} |".format(*memory), flush=True)
 
 

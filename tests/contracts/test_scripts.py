@@ -50,6 +50,8 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
     ("tests/gpu/fsdp_speed.py", "--tiny", 2),
     ("tests/gpu/int4.py", "--help", 0),
+    ("tests/gpu/large.py", "layouts --tiny --gpus 2 --only ep-block --folder {folder}", 1),
+    ("tests/gpu/large.py", "whole --tiny --gpus 2 --folder {folder}", 1),
     ("tests/gpu/link.py", "{folder}/site", 0),
     ("tests/gpu/long_context.py", "--tiny", 1),
     ("tests/gpu/local_engine.py", "--tiny", 2),

@@ -1,4 +1,4 @@
-"""What a run's engine takes alone: after the second rollout its server gets the same requests once more, from here."""
+"""What a run's engine takes alone: after the third rollout its server gets the same requests once more, from here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Burst:
 
     @hookimpl
     def metrics(self, run_dir: Path) -> None:
-        """The first rollout is over."""
+        """The first rollout is over; the second one's groups are there when it is told."""
         self.run_dir = run_dir
 
     @hookimpl

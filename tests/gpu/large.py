@@ -1,16 +1,16 @@
 """A model of 30B parameters on all GPUs of a host: its trainer in several layouts, and whole steps beside the engine.
 
     python tests/gpu/large.py layouts                              every layout of LAYOUTS, one after another
-    python tests/gpu/large.py layouts --only ep4 --layers 16 --profile
+    python tests/gpu/large.py layouts --only ep --layers 16 --profile
     python tests/gpu/large.py model --fp8                          random weights into --folder, and again in FP8
-    python tests/gpu/large.py whole --layout ep4                   colocated with SGLang, with plugin r3
-    python tests/gpu/large.py whole --layout ep4 --fp8             and both sides in FP8
-    python tests/gpu/large.py layouts --tiny                       the same code on a CPU; `whole`, with the local engine
+    python tests/gpu/large.py whole --layout ep                   colocated with SGLang, with plugin r3
+    python tests/gpu/large.py whole --layout ep --fp8             and both sides in FP8
+    python tests/gpu/large.py layouts --tiny                       the same code on a CPU; whole: with the local engine
 
 The shape is Qwen3-30B-A3B's. layouts prints of each tokens/s of a GPU, seconds, and the fullest GPU's memory as
 predicted and as torch counted it; with --profile where the first rank's time goes. whole makes the model if it is not
-there; the reward is a coin, and every answer has --tokens tokens. It prints every step, means after the second, and what the
-server takes for the same requests alone. The exit status is 1 where something fails.
+there; the reward is a coin, and every answer has --tokens tokens. It prints every step, means after the third, and what
+the server takes for the same requests alone. The exit status is 1 where something fails.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ import time
 from pathlib import Path
 
 import torch
-from moe import DATA, SGLANG, checkpoint, converted, ended, started
+from moe import SGLANG, checkpoint, converted, ended, started
 from ranks import trained
 from trainer_speed import PEAK, RUN, SHAPES, rollout
 from whole_step import SMALL, shown
 
+FULL = "--recompute-granularity full"
 LAYOUTS = {
-    "ep4": "--expert-model-parallel-size 4",
-    "ep4-block": "--expert-model-parallel-size 4 --recompute-method block --recompute-num-layers 36",
-    "tp2-ep4": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 "
-               "--expert-tensor-parallel-size 1",
-    "pp2-ep2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+    "ep": FULL + " --expert-model-parallel-size {gpus}",
+    "ep-block": FULL + " --recompute-method block --recompute-num-layers {most} --expert-model-parallel-size {gpus}",
+    "ep-kept": "--expert-model-parallel-size {gpus}",
+    "tp2-ep": FULL + " --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size {gpus} "
+              "--expert-tensor-parallel-size 1",
+    "pp2-ep": FULL + " --pipeline-model-parallel-size 2 --expert-model-parallel-size {half}",
 }
-COMMON = ("--recompute-granularity full --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-          "--lr 1e-6")
+"""Flags of each; `ep-block` computes three layers of four again, `ep-kept` none."""
+MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 TINY = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 4,
                 "num_key_value_heads": 2}
 
@@ -53,11 +55,9 @@ def shape_of(args: argparse.Namespace) -> dict:
 
 def flags_of(layout: str, args: argparse.Namespace) -> list[str]:
     """A layout's flags of miles run; a CPU has no kernels for moments of 16 bits."""
-    common = COMMON if not args.tiny else "--recompute-granularity full"
-    text = f"--actor-num-gpus-per-node {args.gpus} {common} {LAYOUTS[layout]}"
-    if args.tiny and "block" in layout:
-        text = text.replace("num-layers 36", "num-layers 2")
-    return [*text.split(), *shlex.split(args.flags)]
+    sizes = {"gpus": args.gpus, "half": args.gpus // 2, "most": 3 * shape_of(args)["num_hidden_layers"] // 4}
+    text = f"--actor-num-gpus-per-node {args.gpus} --lr 1e-6 {LAYOUTS[layout].format(**sizes)}"
+    return [*text.split(), *(() if args.tiny else MOMENTS.split()), *shlex.split(args.flags)]
 
 
 def layout_here(name: str, args: argparse.Namespace) -> dict[str, object]:
@@ -124,7 +124,7 @@ def model(args: argparse.Namespace) -> Path:
 
 
 def whole(args: argparse.Namespace) -> int:
-    """Colocated steps; what a rollout's requests take of the engine alone is measured in the second."""
+    """Colocated steps; what a rollout's requests take of the engine alone is measured in the third."""
     plain = model(args)
     words = ["--num-rollout", args.rollouts, "--skip-eval-before-train", "--eval-interval", 1000,
              "--rollout-ignore-eos", "--rollout-max-response-len", args.tokens, "--n-samples-per-prompt", 8,
@@ -149,7 +149,8 @@ def whole(args: argparse.Namespace) -> int:
         return 1
     compared = {key: value for key, value in steps[0].items() if "/r3/" in key or "logprob" in key}
     print(f"{name}, first rollout:", json.dumps(compared), flush=True)
-    means = shown(name, steps, args.requests * args.tokens)
+    print(f"{name}, every step s:", [round(step["perf/step_time"], 2) for step in steps], flush=True)
+    means = shown(name, [*steps[:2], *steps[3:]], args.requests * args.tokens)  # the third waited for burst.py
     if (folder / "burst.json").is_file():
         alone = json.loads((folder / "burst.json").read_text())
         print(f"{name}: engine alone {alone['seconds']:.2f} s for {alone['tokens']} new tokens; rollout "
@@ -165,7 +166,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="of the model, instead of all")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, help="layouts to measure")
     parser.add_argument("--here", choices=LAYOUTS, help="one layout, started by `layouts`")
-    parser.add_argument("--layout", choices=LAYOUTS, default="ep4", help="of the whole run")
+    parser.add_argument("--layout", choices=LAYOUTS, default="ep", help="of the whole run")
     parser.add_argument("--cap", type=int, help="tokens of a micro-batch on a GPU; default: 16384")
     parser.add_argument("--length", type=int, help="tokens of a sample of `layouts`; default: 2048")
     parser.add_argument("--micro-batches", type=int, default=2, help="of each rank, of `layouts`")
@@ -173,7 +174,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tokens", type=int, help="new tokens of each answer of `whole`; default: 1024")
     parser.add_argument("--requests", type=int, help="answers of a rollout; default: 256")
-    parser.add_argument("--rollouts", type=int, default=5)
+    parser.add_argument("--rollouts", type=int, default=6)
     parser.add_argument("--engine-ep", type=int, default=1, help="ranks of the server that share out experts")
     parser.add_argument("--fraction", default="0.2", help="of a GPU's memory, for the server")
     parser.add_argument("--fp8", action="store_true")

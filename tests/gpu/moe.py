@@ -7,8 +7,8 @@
     python tests/gpu/moe.py int4              one: examples/moe.toml with an engine of int4 experts
     python tests/gpu/moe.py replay --tiny     the same code on a CPU: the local engine, a few layers
 
-Weights of replay and precision are random and made here; their reward is a coin. Prints a table; the exit status is 1 where a
-run fails.
+Weights of replay and precision are random and made here; their reward is a coin. Prints a table; the exit status is 1
+where a run fails.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ class Case:
         self.seconds: dict[str, list[float]] = {"score": [], "step": []}
 
     def train(self, batch: Any, steps: int, profile: bool = False) -> dict[int, dict[str, Any]]:
-        """Whole rollouts on one batch, with profile one more, on the first GPU under torch's profiler; rank -> what came
-        of them.
+        """Whole rollouts on one batch; rank -> what came of them. With profile one more, which torch's profiler watches
+        on the first GPU.
 
-        A GPU's peak is that of torch's allocator from the second step on, a CPU's the kernel's high-water mark over what
-        the process had before.
+        A GPU's peak is that of torch's allocator from the second step on, a CPU's the kernel's high-water mark over
+        what the process had before.
         """
         import torch
         from trainer_speed import profiled

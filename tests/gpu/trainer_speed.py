@@ -96,14 +96,15 @@ KINDS = {"communication": "nccl", "attention": "flash|fmha|sdpa", "products": "g
 
 
 def profiled(call, profile: list[dict[str, object]]) -> None:
-    """A call under torch's profiler; appends how long the GPU was busy, with what, and the kernels that took longest."""
+    """A call under torch's profiler; appends how long the GPU was busy, with what, and what took longest."""
     import torch
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         call()
         torch.cuda.synchronize()
-    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA
+               and not event.is_user_annotation]  # NCCL's and the optimizer's own, around kernels
     spans, busy, last = sorted((k.time_range.start, k.time_range.end) for k in kernels), 0.0, 0.0
     for start, end in spans:
         busy, last = busy + max(0.0, end - max(start, last)), max(last, end)

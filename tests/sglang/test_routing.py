@@ -52,8 +52,8 @@ def replayed(config, close, run_file, tmp_path):
 
 
 @pytest.mark.parametrize("readers", [0, 2], ids=["driver", "readers"])
-def test_routes_of_a_real_server_are_replayed(replayed, readers):
-    """All of them, after a sync as well, and log-probs come closer by far."""
+def test_routes_of_a_real_server_are_replayed(replayed, readers, tmp_path):
+    """All of them, after a sync as well, and log-probs come closer by far; the server narrows them."""
     steps = replayed("--sglang-max-total-tokens", "4096", "--rollout-max-response-len", "20", "--readers", str(readers))
     assert len(steps) == 2
     for step in steps:
@@ -61,6 +61,7 @@ def test_routes_of_a_real_server_are_replayed(replayed, readers):
         assert step["train/r3/replayed"] == 1 and step["train/r3/routes_differ"] > 0.02
         assert step["rollout/r3/log_prob_diff_free"] > 3 * step["rollout/r3/log_prob_diff"]
         assert "rollout/engine_retractions" not in step
+    assert "Executed general plugin: miles_routes" in (tmp_path / "run/logs/engine-0.log").read_text()
 
 
 @pytest.mark.parametrize("drop", [False, True])

@@ -4,7 +4,9 @@ import base64
 
 import numpy as np
 import pytest
+import torch
 from miles_sglang.routes import Body, decoded
+from miles_sglang.server_extension.routes.miles_routes import narrowed
 
 HEAD, TAIL = b'{"text":"says \\"routed_experts\\":\\"AAAA\\" itself","routed_experts":"', b'","cached_tokens":4}'
 ROUTES = np.arange(120, dtype=np.int32)
@@ -44,3 +46,23 @@ def test_numbers_are_as_narrow_as_all_of_them_allow(value, dtype):
 def test_what_no_expert_is_called_is_refused(value):
     with pytest.raises(ValueError, match="no numbers of experts"):
         decoded(encoded(np.append(ROUTES, np.int32(value))))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize(("last", "dtype", "each"), [(255, np.uint8, 1), (256, np.int16, 2), (-1, np.int16, 2),
+                                                     (2**15 - 2, np.int16, 2)])
+def test_what_a_server_has_narrowed_is_read_as_it_was(size, last, dtype, each):
+    routes = torch.from_numpy(np.append(ROUTES, np.int32(last)))
+    text, body = encoded(narrowed(routes.reshape(11, 11)).numpy()), Body()
+    assert len(base64.b64decode(text)) == 4 + each * len(routes)
+    answer = HEAD + text + TAIL
+    for at in range(0, len(answer), size):
+        body.feed(answer[at:at + size])
+    for read in (body.routes, decoded(text.decode())):
+        assert read.dtype == dtype and read.tolist() == routes.tolist()
+
+
+@pytest.mark.parametrize("value", [-2, 2**15 - 1, 2**20])
+def test_a_server_leaves_what_no_expert_is_called_to_its_reader(value):
+    with pytest.raises(ValueError, match="no numbers of experts"):
+        decoded(encoded(narrowed(torch.from_numpy(np.append(ROUTES, np.int32(value)))).numpy()))

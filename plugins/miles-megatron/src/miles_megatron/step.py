@@ -136,7 +136,7 @@ class MegatronTrainer:
         batch, self.batch = self.batch, None
         memory.give_back()
         if self.config.perf.colocate:
-            empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be all its room
+            empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be its room
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:

@@ -16,8 +16,8 @@ from miles_sglang.plugin import sglang_options
 LOADER = "miles_weights.load"
 """The function, of a file that runs inside the server, that loads what a weight sync sends, and verifies it."""
 SERVED = Path(__file__).with_name("server_extension")
-ON_POLICY = SERVED / "on_policy"
-"""Holds a plugin that a server finds where this is on its path."""
+ON_POLICY, ROUTES = SERVED / "on_policy", SERVED / "routes"
+"""Each holds a plugin that a server finds where it is on its path."""
 
 
 def command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -> list[str]:
@@ -35,7 +35,8 @@ def command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -
 def environment(config: RunConfig, seat: NodeSlot) -> dict[str, str]:
     """What a server's environment has beyond that of the process which starts it."""
     exact = config.algorithm.true_on_policy_mode
-    folders = [SERVED, ON_POLICY if exact else None, os.environ.get("PYTHONPATH")]
+    routes = ROUTES if config.surface("server").get("enable_return_routed_experts") else None
+    folders = [SERVED, ON_POLICY if exact else None, routes, os.environ.get("PYTHONPATH")]
     variables = {
         # Without it a weight group between trainer and server fails with "invalid argument"; SGLang sets the same.
         "NCCL_CUMEM_ENABLE": "0",
