@@ -15,10 +15,11 @@ pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="Triton com
 def test_kernels_are_torchs_way(entropy, temperature, monkeypatch):
     """Over several blocks of logits, the last not full; gradients to the rounding of logits' gradients to bfloat16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from miles_local import logits
     from miles_megatron import fused_logits
     from miles_megatron.logprob import token_log_probs
 
-    monkeypatch.setattr(fused_logits, "BLOCK", 64)
+    monkeypatch.setattr(logits, "BLOCK", 64)
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 16, generator=draw).bfloat16().requires_grad_() for size in (7, 150))
     targets = torch.randint(0, 150, (7,), generator=draw)

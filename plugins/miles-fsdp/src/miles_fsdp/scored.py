@@ -2,12 +2,16 @@
 
 The head is the architecture's own code, so scales, caps and biases of logits are what they are in transformers. It gets
 some rows at a time, and backward makes their logits again: those of a whole batch never exist.
+
+On a GPU in 16 bits log-probs and gradients come from the logits by the kernels of Megatron's trainer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -52,14 +56,18 @@ class Scored:
             return self.with_entropy()[0]
         with torch.no_grad():
             tokens = tokens[self.batch.mine]
-            return self._whole(torch.cat([self._normalised(self.hidden[here]).gather(1, tokens[here])
+            return self._whole(torch.cat([self._normalised(self._head(self.hidden[here])).gather(1, tokens[here])
                                           for here in self._chunks()]))
 
     def with_entropy(self, entropy: bool = False, gradient: bool = False,
                      ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log p [N] of the rows' targets and, if asked for, the entropy [N], which may have a gradient."""
         def scored(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            log_p = self._normalised(hidden)
+            logits = self._head(hidden)
+            if not self._temperature.as_sampled and by_kernels(logits):
+                pair = cast("Any", LogProbs).apply(logits, targets, self._temperature.value, entropy, gradient)
+                return cast("tuple[torch.Tensor, torch.Tensor]", pair)
+            log_p = self._normalised(logits)
             wide = log_p if gradient else log_p.detach()
             spread = -torch.linalg.vecdot(wide.exp(), wide) if entropy else log_p.new_zeros(0)
             return log_p.gather(1, targets[:, None])[:, 0], spread
@@ -74,7 +82,7 @@ class Scored:
 
     @torch.no_grad()
     def top_k(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        best = [self._normalised(self.hidden[here]).topk(k, 1) for here in self._chunks()]
+        best = [self._normalised(self._head(self.hidden[here])).topk(k, 1) for here in self._chunks()]
         indices, values = (torch.cat(each) for each in zip(*((one.indices, one.values) for one in best), strict=True))
         return self._whole(indices), self._whole(values)
 
@@ -91,9 +99,9 @@ class Scored:
     def _whole(self, own: torch.Tensor) -> torch.Tensor:
         return self.batch.context.whole(own, self.batch.counts)
 
-    def _normalised(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _normalised(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, V] log-probs in float32, which logits in 16 bits become without a copy in float32 of their own."""
-        logits, temperature = self._head(hidden), self._temperature.value
+        temperature = self._temperature.value
         if self._temperature.as_sampled:  # a number of the host's would become a factor
             divisor = torch.full((1,), temperature, device=logits.device)
             return torch.log_softmax(logits.float() / divisor, 1)
@@ -105,3 +113,34 @@ class Scored:
         """At least one, so that a micro-batch without trained rows has a gradient of zero."""
         size = self._temperature.chunk_size
         return (slice(begin, begin + size) for begin in range(0, max(1, len(self.hidden)), size))
+
+
+def by_kernels(logits: torch.Tensor) -> bool:
+    """Whether log-probs come from logits by Triton's kernels."""
+    return logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
+
+
+class LogProbs(torch.autograd.Function):
+    """(log-probs [n], entropy [n] or [0]) of targets [n], from logits [n, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool,
+                gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        from miles_local.logits import score
+
+        log_probs, spread, normaliser = score(logits, targets, temperature, entropy)
+        wide = log_probs.new_empty(0) if spread is None else spread
+        ctx.save_for_backward(logits, targets, normaliser, wide)
+        ctx.temperature, ctx.gradient = temperature, entropy and gradient
+        if not ctx.gradient:
+            ctx.mark_non_differentiable(wide)
+        return log_probs, wide
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from miles_local.logits import differentiate
+
+        logits, targets, normaliser, wide = ctx.saved_tensors
+        of_entropy = gradients[1] if ctx.gradient else None  # the head may have kept its result: a copy is written over
+        made = differentiate(logits.clone(), targets, normaliser, wide, gradients[0], of_entropy, ctx.temperature)
+        return made, None, None, None, None

@@ -10,6 +10,7 @@
     architectures.py  which ones those are
     weights.py        the engine's copy of a checkpoint, filled from Hugging Face names
     sampling.py       keyed draws and stop strings
+    logits.py         log-probs and their gradients by kernels of a GPU, for trainers
 """
 
 import os
