@@ -110,6 +110,8 @@ class FsdpTrainer:
 
     def end_batch(self) -> Batch | None:
         batch, self._batch = self.batch, None
+        if self.config.perf.colocate and self.config.perf.offload_rollout and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine wakes up on this GPU
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:

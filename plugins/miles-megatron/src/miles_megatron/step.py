@@ -135,7 +135,7 @@ class MegatronTrainer:
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
         memory.give_back()
-        if self.config.perf.colocate:
+        if self.config.perf.colocate and self.config.perf.offload_rollout:
             empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be its room
         return batch if self.rank.index == 0 else None
 
