@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from miles_megatron import estimate
-from miles_megatron.model import transformer_config
+from miles_megatron import cpu, estimate
+from miles_megatron.model import build, transformer_config
 from miles_megatron.testing.checkpoints import tensors
 from miles_megatron.testing.demo import demo_run
-from miles_megatron.testing.parity import cases, random_model
+from miles_megatron.testing.parity import cases, packed_logits, random_model
 from miles_megatron.testing.ranks import batches, distance
 from miles_specs_gemma.families import gemma4_text
 
@@ -49,6 +49,29 @@ def test_the_memory_plan_counts_every_matrix(folder):
     model = replace(estimate.dimensions_of(plan(folder).config), qk_norm=False)
     norms = 2 * 2 * 64 + 64  # two of each layer, and the last
     assert sum(estimate.parameters(model, 2, True, True)) == own + norms
+
+
+@pytest.mark.parametrize(("name", "widths"), [("Gemma 4, text", 6), ("Gemma 4, text, with experts", 9)])
+def test_a_layer_keeps_what_the_plan_counts(name, widths):
+    """Tensors as wide as a token, of one size with no other: what four layers keep beyond two."""
+    assert (widths_kept(CASES[name], 4) - widths_kept(CASES[name], 2)) / 2 == widths
+
+
+def widths_kept(case, layers):
+    cpu.initialize()
+    kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+    odd = {"num_hidden_layers": layers, "layer_types": kinds, "hidden_size": 56}
+    hf, kept = random_model(replace(case, config=case.config | odd)).config, {}
+    spec, tokens = gemma4_text(hf).spec(), torch.arange(3, 93)
+
+    def keep(tensor):
+        if tensor.numel() == len(tokens) * 56:
+            kept[tensor.data_ptr()] = tensor  # alive, so that no other has its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed_logits(build(transformer_config(spec), spec), [tokens], None)
+    return len(kept)
 
 
 @pytest.mark.full
