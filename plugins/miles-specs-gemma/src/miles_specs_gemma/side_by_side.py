@@ -48,19 +48,21 @@ class SideBySide(MoELayer):
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, b, H] -> [T, b, H] of the dense MLP and the norms around it."""
-        return self.after_dense(super().shared_experts_compute(self.before_dense(hidden_states)))
+        output: torch.Tensor = self.after_dense(super().shared_experts_compute(self.before_dense(hidden_states)))
+        return output
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         """Tokens [T, b, H], normed, as they are sent to the experts."""
         return super().preprocess(self.before_experts(hidden_states), probs, routing_map)
 
-    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor) -> torch.Tensor:
         """[T, b, H] of the experts, normed, and of the dense MLP."""
-        return self.after_experts(super().postprocess(output, None)) + shared_expert_output
+        experts: torch.Tensor = self.after_experts(super().postprocess(output, None))
+        return experts + shared_expert_output
 
 
 class NormedRouter(TopKRouter):
-    """Megatron's, of tokens divided by their root mean square and by that of a vector of ones, times a vector.
+    """Megatron's, of tokens divided by their root mean square and by the root of their width, times a vector.
 
     The weights of a token's experts add up to 1 before each is multiplied with a number of its expert.
     """
@@ -68,12 +70,14 @@ class NormedRouter(TopKRouter):
     def __init__(self, config: TransformerConfig, *args: Any, norm: Norm, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
-        self.expert_scale = torch.nn.Parameter(torch.ones(config.num_moe_experts, dtype=config.params_dtype))
-        self.expert_scale.sequence_parallel = config.sequence_parallel
+        scale: Any = torch.nn.Parameter(torch.ones(config.num_moe_experts, dtype=config.params_dtype))
+        scale.sequence_parallel = config.sequence_parallel
+        self.expert_scale = scale
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[T, b, H] -> [T, b, experts]."""
-        return super().gating(self.norm(input) * self.config.hidden_size**-0.5)
+        logits: torch.Tensor = super().gating(self.norm(input) * self.config.hidden_size**-0.5)
+        return logits
 
     def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T x b, experts], 0 of those that are not chosen, and which are."""
