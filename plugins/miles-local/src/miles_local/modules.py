@@ -40,8 +40,6 @@ ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
 CHOSEN = {"top_k_index", "router_indices"}
 """What transformers' experts call the indices of those that a token passes."""
-PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
-"""What its configs call how many these are."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Of the check of a module: largest difference of logits, in standard deviations of the logits."""
 
@@ -138,7 +136,7 @@ class ModuleDecoder(BaseDecoder):
             vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
             eos=eos_ids(text, folder),
             layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
-            topk=next(getattr(text, key) for key in PER_TOKEN if hasattr(text, key)) if sparse else 0, sparse=sparse,
+            topk=getattr(text, "top_k_experts", None) or text.num_experts_per_tok if sparse else 0, sparse=sparse,
         )  # fmt: skip
         self._recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
         self._slots: dict[int, int] = {}  # layer -> place in the cache; layers that borrow another's keys have none
