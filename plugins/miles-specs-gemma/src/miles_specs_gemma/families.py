@@ -64,7 +64,7 @@ def gemma4_text(hf: Any) -> Decoder:
         activation="gelu_pytorch_tanh", qk_norm=True, softmax_scale=1.0, layer_scalar=True,
         embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
     )  # fmt: skip
-    return _side_by_side(hf, decoder) if hf.enable_moe_block else decoder
+    return _side_by_side(hf, decoder) if getattr(hf, "enable_moe_block", False) else decoder
 
 
 def _side_by_side(hf: Any, decoder: Decoder) -> Decoder:
