@@ -215,6 +215,24 @@ def test_weights_of_text_need_no_vision_tower(tmp_path):
     assert caught.value.code == "weights-names-mismatch" and "norm.weight" in str(caught.value)
 
 
+def test_experts_under_another_key_and_buffers_of_a_tower(tmp_path):
+    """Of Gemma 4: config.json has a word of its own for how many a token passes, and its tower has buffers."""
+    text = {**TINY, **KINDS["gemma4_text"], "eos_token_id": 1, "pad_token_id": 0, "enable_moe_block": True,
+            "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+             "standardize": True}
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=tower, audio_config=None)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    decoder, tensors = ModuleDecoder(tmp_path, torch.float32), load_file(tmp_path / "model.safetensors")
+    assert (decoder.shape.topk, decoder.shape.sparse) == (2, {0, 1})
+    assert any(name.endswith("std_bias") for name in tensors)
+    decoder.stage((name, tensor) for name, tensor in tensors.items() if name.startswith("model.language_model."))
+    with pytest.raises(EngineError) as caught:
+        decoder.stage((name, tensor) for name, tensor in tensors.items() if "layer_scalar" not in name)
+    assert caught.value.code == "weights-names-mismatch" and "layer_scalar" in str(caught.value)
+
+
 def test_a_text_model_whose_surroundings_no_class_decodes_is_taken_out(tmp_path):
     """Of Mistral 3; queries grow with their position at every step, and what lies beside the text model is left out."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,

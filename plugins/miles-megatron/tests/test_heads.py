@@ -64,3 +64,14 @@ def test_ranks_have_to_divide_the_fewest_heads(config):
         check_layout(Layout(world=8, tensor=8), sizes_of(run), run)
     assert caught.value.code == "model-size-not-divisible" and caught.value.got == "4 / 8"
     assert "num_global_key_value_heads" in caught.value.what
+
+
+def test_what_norms_after_and_side_by_side_keep_is_counted(config):
+    """In widths of a token, of which each norm keeps a root mean square more."""
+    keys = {"enable_moe_block": True, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 704,
+            "shared_expert_intermediate_size": 2112, "norms_after": 2}
+    model = estimate.dimensions_of(config({**GEMMA_4, **keys}))
+    plain = estimate.dimensions_of(config({**GEMMA_4, **keys, "enable_moe_block": False, "norms_after": 0}))
+    assert (model.norms_after, model.side_by_side, plain.norms_after, plain.side_by_side) == (2, True, 0, False)
+    more = sum(estimate.saved_activations(model, True).values()) - sum(estimate.saved_activations(plain, True).values())
+    assert more == (2 + 3) * 5376 * model.value + (2 + 4) * estimate.FP32

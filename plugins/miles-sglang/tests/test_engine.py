@@ -590,3 +590,14 @@ def test_sizes_that_config_json_leaves_out_are_transformers_own(tmp_path):
         "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 34}}))
     facts = ModelFacts.read(tmp_path, 1, None)
     assert (facts.vocab, facts.layers, facts.context, facts.stops) == (262208, 34, 131072, {1, 106})
+
+
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "top_k_experts"])
+def test_experts_of_a_token_are_read_under_both_names(key, tmp_path):
+    """The second is Gemma 4's."""
+    import json
+
+    from miles_sglang.in_flight import ModelFacts
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_text", "num_hidden_layers": 30, key: 8}))
+    assert ModelFacts.read(tmp_path, 1, None).topk == 8

@@ -1,3 +1,3 @@
-"""Conversions of these tests."""
+"""Ranks and conversions of these tests."""
 
-from miles_megatron.testing.fixtures import convert  # noqa: F401
+from miles_megatron.testing.fixtures import convert, one, two  # noqa: F401

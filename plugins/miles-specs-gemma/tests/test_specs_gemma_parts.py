@@ -13,6 +13,7 @@ from miles_core.errors import ConfigError
 
 ALL = cases(Path(__file__).with_name("parity.toml"))
 CASES = {case.family: case for case in reversed(ALL)}
+EXPERTS = next(case for case in ALL if case.name == "Gemma 4, text, with experts")
 
 
 def everywhere(**changes):
@@ -73,6 +74,38 @@ def test_a_wrong_part_of_gemma_4_is_noticed(wrong, tmp_path):
 
     with pytest.raises(AssertionError, match="Gemma 4, text: logits differ"):
         model_parity(CASES["gemma4_text"], tmp_path, DecoderFamily(describe)).check()
+
+
+MATCHED = {
+    "norms before exchanged": ("pre_feedforward_layernorm.weight", "pre_feedforward_layernorm_2.weight"),
+    "norms after exchanged": ("post_feedforward_layernorm_1.weight", "post_feedforward_layernorm_2.weight"),
+    "a norm of the router for that of the experts": ("router.scale", "pre_feedforward_layernorm_2.weight"),
+}
+
+
+@pytest.mark.parametrize("wrong", MATCHED)
+def test_a_wrong_norm_beside_the_experts_is_noticed(wrong, tmp_path):
+    """Two tensors under each other's names."""
+    stems = [f"model.layers.{{layer}}.{name}" for name in MATCHED[wrong]]
+    other = dict(zip(stems, stems[::-1], strict=True))
+
+    def describe(hf):
+        made = gemma4_text(hf)
+        return replace(made, mlp=tuple(replace(one, hf=tuple(other.get(name, name) for name in one.hf))
+                                       for one in made.mlp))
+
+    with pytest.raises(AssertionError, match="with experts: logits differ"):
+        model_parity(EXPERTS, tmp_path, DecoderFamily(describe)).check()
+
+
+@pytest.mark.parametrize("method", ["gating", "routing"])
+def test_a_router_without_norm_or_scales_is_noticed(method, tmp_path, monkeypatch):
+    from megatron.core.transformer.moe.router import TopKRouter
+    from miles_specs_gemma.side_by_side import NormedRouter
+
+    monkeypatch.setattr(NormedRouter, method, getattr(TopKRouter, method))
+    with pytest.raises(AssertionError, match="with experts: logits differ"):
+        model_parity(EXPERTS, tmp_path).check()
 
 
 @pytest.mark.parametrize("change", [

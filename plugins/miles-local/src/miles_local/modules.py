@@ -136,7 +136,7 @@ class ModuleDecoder(BaseDecoder):
             vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
             eos=eos_ids(text, folder),
             layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
-            topk=text.num_experts_per_tok if sparse else 0, sparse=sparse,
+            topk=getattr(text, "top_k_experts", None) or text.num_experts_per_tok if sparse else 0, sparse=sparse,
         )  # fmt: skip
         self._recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
         self._slots: dict[int, int] = {}  # layer -> place in the cache; layers that borrow another's keys have none

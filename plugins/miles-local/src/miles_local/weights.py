@@ -177,13 +177,14 @@ def _bias(exists: bool, size: int, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def beside_text(module: torch.nn.Module) -> set[str]:
-    """Parameters that text does not meet, such as a vision tower's, which a trainer of text does not send.
+    """Parameters and buffers that text does not meet, such as a vision tower's, which a trainer of text does not send.
 
     Args:
         module: a PreTrainedModel.
     """
-    text = {id(one) for part in (module.get_decoder(), module.get_output_embeddings()) for one in part.parameters()}
-    return {name for name, one in module.named_parameters() if id(one) not in text}
+    text = {id(one) for part in (module.get_decoder(), module.get_output_embeddings())
+            for one in part.state_dict(keep_vars=True).values()}
+    return {name for name, one in module.state_dict(keep_vars=True).items() if id(one) not in text}
 
 
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:

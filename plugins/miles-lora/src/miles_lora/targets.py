@@ -21,8 +21,9 @@ OPTIONAL = "lora"
 
 PEFT = "base_model.model."
 """Before the names of PEFT's tensors."""
-LINEAR = re.compile(r"proj|^w[123]$")
-"""Last words of the names of linear layers, in the families that there are; routers and norms have others."""
+LINEAR = re.compile(r"_proj|^w[123]$")
+"""Last words of the names of linear layers, in the families that there are; routers and norms have others: Gemma 4's
+router is called proj alone."""
 _ADAPTER = re.compile(re.escape(PEFT) + r"(.+)\.lora_([AB])\.weight")
 
 

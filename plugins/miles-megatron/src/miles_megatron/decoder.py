@@ -34,8 +34,8 @@ _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of a layer's norms in the checkpoint; the two before attention and MLP are there or not, together, and so
-    are the two after them."""
+    """Names of a layer's norms in the checkpoint; the two before attention and MLP are there or not, together, unless
+    `reshape` takes the latter away, and so are the two after them."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
@@ -59,7 +59,7 @@ class Decoder:
         linear_bias: every projection has one.
         fused_qkv: the checkpoint keeps q, k and v as one tensor.
         fused_gate_up: the checkpoint keeps gate and up as one tensor.
-        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap: see ModelSpec.
+        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap, reshape: see ModelSpec.
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
         constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
@@ -86,6 +86,7 @@ class Decoder:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    reshape: Callable[..., None] | None = None
     constants: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -128,9 +129,10 @@ class Decoder:
             constants=constants, defaults=defaults, vocab_size=hf.vocab_size, attention=self.attention,
             tied=bool(hf.tie_word_embeddings), max_positions=hf.max_position_embeddings, source=source(hf),
             activation=self.activation, lone=self.lone, wide_qk_norm=self.wide_qk_norm,
-            pre_norms=self.norms.before_mlp is not None, post_norms=self.norms.after_mlp is not None,
+            pre_norms=self.norms.before_attention is not None, post_norms=self.norms.after_mlp is not None,
             residual_scale=self.residual_scale, layer_scalar=self.layer_scalar,
             embedding_scale=self.embedding_scale, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
+            reshape=self.reshape,
             also={**({} if self.mixture is None else self.mixture.also), **self.also},
         )  # fmt: skip
 

@@ -34,6 +34,8 @@ class ModelDimensions:
         tied: the output layer is the embedding.
         qk_norm: queries and keys pass a norm.
         softcap: the logits pass one.
+        norms_after: norms of a layer that outputs pass before they join the residual.
+        side_by_side: a dense MLP is beside the experts of a layer, each between norms of its own.
         sparse_before: how many of the first 0, 1, 2, ... layers are mixtures of experts; empty where it is not known.
     """
 
@@ -43,6 +45,8 @@ class ModelDimensions:
     tied: bool
     qk_norm: bool
     softcap: bool = False
+    norms_after: int = 0
+    side_by_side: bool = False
     sparse_before: tuple[int, ...] = ()
 
     @property
@@ -61,7 +65,8 @@ def dimensions_of(config: RunConfig) -> ModelDimensions | None:
     return ModelDimensions(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
                  tied=bool(hf_config.get("tie_word_embeddings")),
                  qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)),
-                 softcap=bool(hf_config.get("final_logit_softcapping")), sparse_before=tuple(
+                 softcap=bool(hf_config.get("final_logit_softcapping")), norms_after=hf_config.get("norms_after", 0),
+                 side_by_side=bool(hf_config.get("enable_moe_block")), sparse_before=tuple(
                      sparse_layers(hf_config, count) for count in range(size.layers + 1)) if size.sparse else ())
 
 
@@ -94,6 +99,7 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "attention: output": output + full * FP32 * size.heads / tensor,
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
         "mlp norm: input": mlps * (hidden + statistic),
+        "norms after attention and mlp: inputs": model.norms_after * (hidden + statistic),
     }
     wide = size.matrices - 1  # of what the activation is made, in widths of what it makes
     if not sparse:
@@ -111,6 +117,8 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "experts' probabilities: input": copies * inner,
         "experts' fc2: input": copies * inner,
         "shared experts": (2 + wide) * value * (size.shared_ffn or 0) / tensor,
+        # What the dense MLP sees and what the norms after both see; the two norms before both keep one input.
+        "mlps side by side: inputs": (3 * hidden + 4 * statistic) * model.side_by_side,
     }
 
 

@@ -158,6 +158,8 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
         inside.mlp_bda = IdentityFuncOp
     else:
         _mlp(inside.mlp, config, spec, sparse, modules)
+    if spec.reshape is not None:
+        spec.reshape(config, inside, sparse, modules)
     return made
 
 

@@ -121,6 +121,9 @@ class ModelSpec:
         embedding_scale: factor on the embedding's output.
         logit_scale: factor on the logits.
         logit_softcap: logits become softcap x tanh(logits / softcap); None for plain ones.
+        reshape: changes a layer that is otherwise put together, where nothing above says how it differs. Called with
+            (config, its submodules, whether its MLP is a mixture, modules), all of module_specs.py. A function of a
+            module, which may import torch when it is called.
     """
 
     constants: Mapping[str, object]
@@ -141,6 +144,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    reshape: Callable[..., None] | None = None
 
     @property
     def rotary(self) -> Rotary:

@@ -60,7 +60,8 @@ class ModelFacts:
             context = context or int(text["max_position_embeddings"])
             return ModelFacts(
                 vocab=int(text["vocab_size"]), stops=frozenset(stops - {None}), layers=int(text["num_hidden_layers"]),
-                topk=int(text.get("num_experts_per_tok") or 0), context=context, longest=context - 1,
+                topk=int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 0), context=context,
+                longest=context - 1,
             )  # fmt: skip
         except Exception as error:
             raise CheckpointError("config.json cannot be read", code="config-json-unreadable",

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from miles_megatron.decoder import Decoder, LayerNorms, beside_tower, by_layer_type, refuse, rotary
-from miles_megatron.specs import Attention, Rotary
+from miles_megatron.mixture import Mixture, Names
+from miles_megatron.specs import Attention, Packed, Rotary, Rule
 
 _NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="post_attention_layernorm",
                     after_mlp="post_feedforward_layernorm")  # fmt: skip
@@ -53,16 +54,50 @@ def gemma4_text(hf: Any) -> Decoder:
         ConfigError: embeddings for every layer or keys and values of other layers, as E2B and E4B have; biases,
             attention to later tokens of text, another activation, an unknown scaling of the rope.
     """
-    refuse(hf, hidden_size_per_layer_input=0, num_kv_shared_layers=0, enable_moe_block=False,
-           hidden_activation="gelu_pytorch_tanh", attention_bias=False)
+    refuse(hf, hidden_size_per_layer_input=0, num_kv_shared_layers=0, hidden_activation="gelu_pytorch_tanh",
+           attention_bias=False)
     if hf.use_bidirectional_attention != "vision":  # which leaves text as it is
         refuse(hf, use_bidirectional_attention=None)
     layers = [_of_layer(hf, layer) for layer in range(hf.num_hidden_layers)]
-    return Decoder(
+    decoder = Decoder(
         hf=layers[0], attention=tuple(map(_gemma4_attention, layers, hf.layer_types)), norms=_NORMS,
         activation="gelu_pytorch_tanh", qk_norm=True, softmax_scale=1.0, layer_scalar=True,
         embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
     )  # fmt: skip
+    return _side_by_side(hf, decoder) if getattr(hf, "enable_moe_block", False) else decoder
+
+
+def _side_by_side(hf: Any, decoder: Decoder) -> Decoder:
+    """With experts beside the dense MLP of every layer."""
+    layers = tuple(range(hf.num_hidden_layers))
+    mixture = Mixture(layers=len(layers), sparse=layers, experts=hf.num_experts, chosen=hf.top_k_experts,
+                      width=hf.moe_intermediate_size, shared=hf.intermediate_size, names=_EXPERTS)
+    own = (Rule(f"decoder.layers.{{layer}}.mlp.{ours}", (f"model.layers.{{layer}}.{theirs}",), layers=layers)
+           for ours, theirs in _BESIDE.items())
+    return replace(decoder, mixture=mixture, mlp=(*mixture.rules(), *own), reshape=_reshape,
+                   norms=replace(_NORMS, before_mlp=None), constants={"moe_shared_expert_overlap": False},
+                   packed=(Packed("experts.gate_up_proj", (_EXPERTS.gate, _EXPERTS.up), hf.num_experts),
+                           Packed("experts.down_proj", (_EXPERTS.down,), hf.num_experts)))
+
+
+_EXPERTS = Names(
+    router="router.proj.weight", gate="experts.{expert}.gate_proj.weight", up="experts.{expert}.up_proj.weight",
+    down="experts.{expert}.down_proj.weight", shared="mlp.",
+)  # fmt: skip
+_BESIDE = {
+    "before_dense.weight": "pre_feedforward_layernorm.weight",
+    "after_dense.weight": "post_feedforward_layernorm_1.weight",
+    "before_experts.weight": "pre_feedforward_layernorm_2.weight",
+    "after_experts.weight": "post_feedforward_layernorm_2.weight",
+    "router.norm.weight": "router.scale", "router.expert_scale": "router.per_expert_scale",
+}  # fmt: skip
+"""Of the norms and the router in side_by_side.py -> of a layer."""
+
+
+def _reshape(*layer: Any) -> None:
+    from miles_specs_gemma.side_by_side import reshape
+
+    reshape(*layer)
 
 
 def gemma4(hf: Any) -> Decoder:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class SpecsGlm:
     """Dense GLM-4 for the Megatron trainer."""
 
+    provides = ("model_spec:glm4:norms_after=2",)
+
     @hookimpl("model_spec", name="glm4")
     def glm4(self, hf_config: Any) -> Family:
         """Dense GLM-4-0414 and GLM-Z1."""
