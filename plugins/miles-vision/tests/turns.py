@@ -82,7 +82,8 @@ def looking(folder, tmp_path, steps, trainer="fsdp", flags=(), unit=8, timeout=1
         flags=["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "100", "--entropy-coef",
                "0.01", *flags],
         options={"perf.trainer": trainer, "rollout.generate": "tools", "rollout.rollout_max_context_len": 250,
-                 "rollout.rm_type": ["f1"], "tools.tools": [tool(tmp_path, unit)], "tools.tool_format": "tag", **options})
+                 "rollout.rm_type": ["f1"], "tools.tools": [tool(tmp_path, unit)], "tools.tool_format": "tag",
+                 **options})
 
 
 def written(run, folder):
