@@ -79,8 +79,8 @@ class Judge:
     def token_ids(self, sample: Sample) -> list[int]:
         """What a server is given: the conversation with the answer, or the question about both."""
         prompt = sample.prompt
-        asked: Sequence[Mapping[str, Any]] = prompt.messages or [{"role": "user", "content": prompt.text}]
-        messages = [{**one, "content": _text(one["content"])} for one in asked]
+        turns: Sequence[Mapping[str, Any]] = prompt.messages or [{"role": "user", "content": prompt.text}]
+        messages = [{**one, "content": _text(one["content"])} for one in turns]
         if not self._generative:
             chat = [*messages, {"role": "assistant", "content": sample.text}]
         else:
