@@ -238,8 +238,8 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
             decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or CancelHandle(),
-            columns=columns, vocabulary=vocabulary, tokenizer=tokenizer,
-            on_request=lambda request: ask(request, prompt),
+            columns=columns, vocabulary=vocabulary, tokenizer=tokenizer, hooks=hooks,
+            on_request=lambda request, shown=prompt: ask(request, shown),
             on_response=hooks.generate_response or (lambda sample, response: sample))
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
         answer = await attended(how(prompt, generation), generation, who)

@@ -5,7 +5,7 @@
 
     rollout_id, prompt_uid, row, index       which sample this is; `groups` tells how many groups the rollout had
     prompt, response, label, status          texts
-    images                                   the prompt's, by their names in the run's folder images
+    images                                   in their order, by their names in the run's folder images
     pieces, token_ids, log_probs, loss_mask, versions    one entry per response token; log_probs are the engine's
     reward, rewards, advantage               the combined score, each scorer's, and the mean advantage of trained tokens
 
@@ -85,7 +85,7 @@ def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, obj
     return {
         "prompt_uid": sample.prompt.uid, "row": sample.prompt.row, "index": sample.index,
         "prompt": sample.prompt.text,
-        "images": sample.prompt.metadata.get("image_files", []),
+        "images": [name for one in (sample.prompt, sample) for name in one.metadata.get("image_files", ())],
         "response": sample.text,
         "pieces": [*map(decode_piece, ids)],
         "token_ids": ids,

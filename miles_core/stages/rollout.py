@@ -204,7 +204,7 @@ class ServerEngine(Engine, Protocol):
         """
 
 
-RequestHook = Callable[[Request], Request]
+RequestHook = Callable[..., Request]
 ResponseHook = Callable[[Sample, Response], Sample]
 
 
@@ -224,7 +224,8 @@ class Generation:
         recall: what ends the group's requests early; `call_engine` sees to it.
         columns: of the run.
         vocabulary: token ids are below it; None if it is unknown.
-        on_request, on_response: the chains of the hooks generate_request and generate_response.
+        on_request, on_response: the chains of generate_request, for this prompt or one in its place, generate_response.
+        hooks: all that are bound; a generator may call those that plugins declare. None outside of a run.
     """
 
     engine: Engine
@@ -238,8 +239,9 @@ class Generation:
     columns: Columns = field(default_factory=Columns)
     vocabulary: int | None = None
     tokenizer: Any = None
-    on_request: RequestHook = lambda request: request
+    on_request: RequestHook = lambda request, prompt=None: request
     on_response: ResponseHook = lambda sample, response: sample
+    hooks: Any = None
 
 
 async def single_turn(prompt: Prompt, generation: Generation) -> list[Sample]:
@@ -265,13 +267,12 @@ async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sampl
     drawn, sampling = 0 if partial is None else partial.response_length, generation.sampling
     if partial is not None and drawn and drawn >= sampling.max_new_tokens:
         return replace(partial, status=Status.TRUNCATED)
-    request = Request(
+    request = generation.on_request(Request(
         id=f"{prompt.stream}-{prompt.uid}-{index}",
         input_ids=prompt.token_ids if partial is None else tuple(partial.tokens.tolist()),
         sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn,
                          min_new_tokens=max(0, sampling.min_new_tokens - drawn)),
-        key=generation.key(index, 0 if partial is None else partial.metadata["spans"]))
-    request = generation.on_request(request)
+        key=generation.key(index, 0 if partial is None else partial.metadata["spans"])))
     response = await call_engine(generation, request)
     sample = to_sample(prompt, index, request, response)
     if sample.response_length or sample.status is not Status.ABORTED:  # else there is nothing to read from it
@@ -341,9 +342,8 @@ def check_response(request: Request, response: Response, vocabulary: int | None,
     """
     problem = _unfit(response) or _tainted(response, vocabulary, oldest, newest)
     if problem is not None:
-        what, got = problem
-        raise EngineError(f"the engine's answer to request {request.id} {what}", code="engine-answer-invalid", got=got,
-                          fix="look at the engine's log; such an answer must not be trained on")
+        raise EngineError(f"the engine's answer to request {request.id} {problem[0]}", code="engine-answer-invalid",
+                          got=problem[1], fix="look at the engine's log; such an answer must not be trained on")
 
 
 def _unfit(response: Response) -> tuple[str, object] | None:

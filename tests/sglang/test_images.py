@@ -28,3 +28,19 @@ def test_a_server_sees_the_images_that_the_trainer_sees(kind, trainer, tmp_path)
     gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in run.metrics]
     print(kind, trainer, gaps)
     assert len(gaps) == 2 and max(gaps) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_server_sees_the_images_that_a_tool_returns(kind, tmp_path):
+    """Each turn's request has all images so far."""
+    from pictures import make_model
+    from turns import looking, taught, written
+
+    folder = taught(make_model(tmp_path / kind, kind, patch=14), unit=28)
+    run = looking(folder, tmp_path, 2, unit=28, timeout=300, flags=[
+        "--engine", "sglang", "--server-command", *LAUNCHER, "--sglang-max-total-tokens", "4096"])
+    gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in run.metrics]
+    samples, seen = written(run, folder)
+    print(kind, gaps, f"{len(seen)} of {len(samples)} samples")
+    assert len(gaps) == 2 and max(gaps) <= 1e-4 and len(seen) >= 2

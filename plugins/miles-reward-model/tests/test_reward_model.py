@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,16 @@ def test_a_classifier_scores_conversations_in_batches_by_its_own_template(tmp_pa
     assert rewards == lengths and len(set(lengths)) == 3
     assert sorted(len(one["input_ids"]) for one in asked(tmp_path)) == [1, 2]
     assert {one["path"] for one in asked(tmp_path)} == {"/classify"}
+
+
+def test_a_prompts_image_is_a_mark_to_a_judge_which_sees_none(tmp_path):
+    judge, (sample,) = Judge(options(tmp_path), tmp_path), samples(1)
+    parts = [{"type": "text", "text": "See "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    ids = []
+    for content in (parts, "See <image>?", "See ?"):
+        sample.prompt = replace(sample.prompt, messages=({"role": "user", "content": content},))
+        ids.append(judge.token_ids(sample))
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_the_class_is_chosen(tmp_path):

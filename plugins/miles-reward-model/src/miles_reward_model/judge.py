@@ -79,7 +79,8 @@ class Judge:
     def token_ids(self, sample: Sample) -> list[int]:
         """What a server is given: the conversation with the answer, or the question about both."""
         prompt = sample.prompt
-        messages: list[Mapping[str, Any]] = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+        turns: Sequence[Mapping[str, Any]] = prompt.messages or [{"role": "user", "content": prompt.text}]
+        messages = [{**one, "content": _text(one["content"])} for one in turns]
         if not self._generative:
             chat = [*messages, {"role": "assistant", "content": sample.text}]
         else:
@@ -175,3 +176,8 @@ def _finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError("not finite")
     return number
+
+
+def _text(content: Any) -> Any:
+    """A message's content; of parts, their texts, and a mark where an image is, which these models do not see."""
+    return "".join(part.get("text", "<image>") for part in content) if isinstance(content, list) else content

@@ -1,24 +1,24 @@
 """Several turns: draw, make the calls, append their answers, draw again; token in, token out.
 
 A conversation ends with a turn that calls no tool or calls one of `ending_tools` (completed), when its tokens or turns
-are used up (truncated), or when the engine is told to end it (aborted: it goes on later with what it has). A draw
-depends on generation.key(sample, engine call) alone.
+are used up (truncated), when the engine is told to end it (aborted: it goes on later with what it has), or by an image
+that cannot be shown (failed). A draw depends on generation.key(sample, engine call) alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.errors import ConfigError, DataError
 from miles_core.stages.rollout import Generation, Request, Response, call_engine
-from miles_core.types import Prompt, Sample, Status
+from miles_core.types import Drop, Prompt, Sample, Status
 from miles_tools.calls import Call, parse
 from miles_tools.template import Template
 from miles_tools.template import load as load_tokenizer
-from miles_tools.toolbox import Toolbox
+from miles_tools.toolbox import Answer, Toolbox
 from miles_tools.toolbox import load as load_tools
 from miles_tools.transcript import Transcript
 
@@ -50,7 +50,10 @@ class Conversations:
             DataError: the prompt is no conversation, or leaves no room with its tools.
             EngineError, SandboxError: what a sample depends on failed.
         """
-        prompt = self.opened(prompt)
+        opened = self.opened(prompt, generation)
+        if isinstance(opened, Drop):
+            return [Sample(prompt, 0, status=Status.FAILED, metadata={"drop": dataclasses.asdict(opened)})]
+        prompt = opened
         talks = [asyncio.ensure_future(self._one(prompt, index, generation)) for index in range(generation.samples)]
         try:
             return list(await asyncio.gather(*talks))
@@ -58,8 +61,8 @@ class Conversations:
             for talk in talks:
                 talk.cancel()  # the others, when one failed
 
-    def opened(self, prompt: Prompt) -> Prompt:
-        """The prompt as the template writes it with the tools.
+    def opened(self, prompt: Prompt, generation: Generation) -> Prompt | Drop:
+        """The prompt as the template writes it with the tools; a drop where its images cannot be shown so.
 
         Raises:
             DataError: the prompt is no conversation, or leaves no room with its tools.
@@ -70,11 +73,12 @@ class Conversations:
                             fix="add --apply-chat-template")
         text = self.template.text(prompt.messages, where)
         ids = tuple(self.template.encode(text))
-        if len(ids) >= self.context:
-            raise DataError(f"the prompt has {len(ids)} tokens with its tools and leaves no room for an answer",
+        opened = shown(dataclasses.replace(prompt, text=text, token_ids=ids), (), generation)
+        if isinstance(opened, Prompt) and (size := len(opened.token_ids)) >= self.context:
+            raise DataError(f"the prompt has {size} tokens with its tools and leaves no room for an answer",
                             got=f"a context of {self.context}", code="prompt-with-tools-too-long", who=where,
                             fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N")
-        return dataclasses.replace(prompt, text=text, token_ids=ids)
+        return opened
 
     async def _one(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
         begun = next((sample for sample in generation.begun if sample.index == index), None)
@@ -84,6 +88,22 @@ class Conversations:
         while (status := await talk.turn()) is None:
             pass
         return talk.sample(status)
+
+
+def shown(prompt: Prompt, images: Sequence[str], generation: Generation) -> Prompt | Drop:
+    """The prompt, or what a turn adds to it, with the tokens of its images; see the hook show_images.
+
+    Raises:
+        ConfigError: there are images, and no plugin of the run shows any.
+    """
+    show = getattr(generation.hooks, "show_images", None)
+    if show is not None:
+        return cast("Prompt | Drop", show(prompt, images))
+    if images:
+        raise ConfigError("a tool returned an image, which no plugin of the run shows to the model",
+                          code="tool-image-unseen", who=f"{prompt.stream} row {prompt.row}",
+                          fix="--plugin vision with a model that reads images, or let the tool return text")
+    return prompt
 
 
 class _Conversation:
@@ -99,6 +119,7 @@ class _Conversation:
         self._most = min(generation.sampling.max_new_tokens, shared.context - len(prompt.token_ids))
         self._begun = begun
         self._last: Response | None = None
+        self._drop: Drop | None = None
 
     async def turn(self) -> Status | None:
         """Draw, and answer the calls; how the conversation ends, None while it goes on."""
@@ -106,20 +127,32 @@ class _Conversation:
         room = self._most - transcript.response_length
         if room <= 0:
             return Status.TRUNCATED
-        response = await call_engine(generation, generation.on_request(Request(
+        request = generation.on_request(Request(
             id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self._draws}",
             input_ids=tuple(transcript.ids),
             sampling=dataclasses.replace(sampling, max_new_tokens=room,
                                          min_new_tokens=max(0, sampling.min_new_tokens - transcript.drawn)),
             key=generation.key(self._index, self._draws),
-        )))
+        ), self._seen())
+        response = await call_engine(generation, request)
         self._draws += 1
         transcript.append_drawn(response)
         self._last = response if len(response.output_ids) else self._last
         if response.finish_reason not in ("stop", "length"):
             return Status.ABORTED
         self._figures["turns"] += 1
-        return Status.TRUNCATED if response.finish_reason == "length" else await self._answered()
+        if response.finish_reason == "length":
+            return Status.TRUNCATED
+        # What a plugin lets an answer end with is nothing that anything may follow, such as an image's token.
+        ending = set(request.sampling.stop_token_ids) - set(sampling.stop_token_ids)
+        return Status.COMPLETED if transcript.ids[-1] in ending else await self._answered()
+
+    def _seen(self) -> Prompt:
+        """The prompt with the images of all turns so far."""
+        prompt, names = self._prompt, [name for _, name in self._transcript.images]
+        before = prompt.metadata.get("image_files", ())
+        return dataclasses.replace(prompt, metadata={**prompt.metadata, "image_files": [*before, *names]}
+                                   ) if names else prompt
 
     async def _answered(self) -> Status | None:
         options, transcript = self._shared.options, self._transcript
@@ -132,21 +165,46 @@ class _Conversation:
             return Status.COMPLETED
         if self._figures["turns"] >= options.generate_max_turns:
             return Status.TRUNCATED
-        messages = [await self._message(number, call) for number, call in enumerate(calls)]
-        suffix = self._shared.template.suffix(messages, after=transcript.ids[-1])
+        answers = [await self._answer(call) for call in calls]
+        return self._append([{"role": options.tool_role, "name": call.name, "content": self._content(answer),
+                              "tool_call_id": f"call_{number}"}
+                             for number, (call, answer) in enumerate(zip(calls, answers, strict=True))],
+                            [image for answer in answers for image in answer.images])
+
+    def _append(self, messages: Sequence[Mapping[str, Any]], images: Sequence[str]) -> Status | None:
+        """Messages behind the drawn turn, with images in the order of their parts."""
+        transcript, template = self._transcript, self._shared.template
+        text = template.suffix_text(messages)
+        turn = shown(dataclasses.replace(self._prompt, text=text, token_ids=tuple(template.encode(text)), metadata={},
+                                         messages=None), images, self._generation)
+        if isinstance(turn, Drop):
+            self._drop = turn
+            return Status.FAILED
+        suffix = template.joining(turn.token_ids, after=transcript.ids[-1])
         if transcript.response_length + len(suffix) >= self._most:
             return Status.TRUNCATED
-        transcript.append_suffix(suffix)
+        transcript.append_suffix(suffix, turn.metadata.get("image_files", ()))
         return None
 
-    async def _message(self, number: int, call: Call) -> dict[str, str]:
-        options, template = self._shared.options, self._shared.template
+    async def _answer(self, call: Call) -> Answer:
         answer = await self._shared.toolbox.answer(call)
         self._figures["tool_calls"] += 1
         self._figures["tool_errors"] += answer.failed
         self._figures["tool_time"] += answer.seconds
-        text = template.shortened(template.harmless(answer.text), options.tool_response_tokens)
-        return {"role": options.tool_role, "name": call.name, "content": text, "tool_call_id": f"call_{number}"}
+        return answer
+
+    def _content(self, answer: Answer) -> str | list[dict[str, str]]:
+        """As a template takes it; its texts share one bound."""
+        template, room = self._shared.template, self._shared.options.tool_response_tokens
+        content: list[dict[str, str]] = []
+        for part in answer.parts or ({"type": "text", "text": answer.text},):
+            if part["type"] == "image":
+                content.append({"type": "image"})
+                continue
+            text = template.shortened(template.harmless(part["text"]), room)
+            room = max(0, room - len(template.encode(text)))
+            content.append({"type": "text", "text": text})
+        return content if answer.parts else content[0]["text"]
 
     def sample(self, status: Status) -> Sample:
         """What the conversation comes to; its text is that of the last turn, which is what scorers judge."""
@@ -157,6 +215,8 @@ class _Conversation:
         sample.text = self._text(transcript.last_turn)
         sample.metadata["figures"] |= {name: float(value) for name, value in self._figures.items()}
         sample.metadata["conversation"] = self._text(sample.tokens[transcript.prompt_length:].tolist())
+        if self._drop is not None:
+            sample.metadata["drop"] = dataclasses.asdict(self._drop)
         if status is Status.ABORTED:
             sample.metadata["begun"] = {"draws": self._draws, **self._figures}
         return sample if self._last is None else self._generation.on_response(sample, self._last)

@@ -29,6 +29,7 @@ from typing import Any
 
 from miles_tools import linux
 from miles_tools.foreign import describe, loads
+from miles_tools.parts import packed
 
 TICK = 0.05
 """Seconds between two looks at processes and disk."""
@@ -361,7 +362,7 @@ def perform(call: dict[str, Any]) -> None:
         module = types.ModuleType("tool")
         module.__file__ = call["file"]
         exec(compile(call["source"], call["file"], "exec"), module.__dict__)
-        answer = {"kind": "ok", "value": getattr(module, call["function"])(**call["arguments"])}
+        answer = {"kind": "ok", "value": packed(getattr(module, call["function"])(**call["arguments"]))}
         text = json.dumps(answer, default=str)
     except BaseException as error:  # noqa: BLE001 - whatever a tool raises is its answer
         text = json.dumps(failure(error, call["file"]))

@@ -51,6 +51,8 @@ class Template:
         self.tokenizer = tokenizer
         self._arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
         self._special = frozenset(tokenizer.all_special_ids)
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._spellings = tuple(dict.fromkeys((*tokenizer.all_special_tokens, *added)))  # an image's is added alone
 
     def text(self, messages: Sequence[Mapping[str, Any]], where: str, *, opening: bool = True) -> str:
         """Messages as the template writes them, with the opening of an answer.
@@ -74,8 +76,15 @@ class Template:
         Args:
             after: the last drawn id.
         """
-        ids = self.encode(after_a_turn(lambda them: self.text(them, "a tool's answer"), messages, DRAWN))
-        return ids[1:] if ids and ids[0] in self._special and after in self._special else ids
+        return self.joining(self.encode(self.suffix_text(messages)), after)
+
+    def suffix_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What `suffix` encodes."""
+        return after_a_turn(lambda them: self.text(them, "a tool's answer"), messages, DRAWN)
+
+    def joining(self, ids: Sequence[int], after: int) -> list[int]:
+        """The ids of a suffix, less the end of the drawn turn where the engine drew one."""
+        return list(ids[1:] if ids and ids[0] in self._special and after in self._special else ids)
 
     def without_end(self, drawn: Sequence[int]) -> list[int]:
         """A drawn turn less the special token that ended it."""
@@ -83,7 +92,7 @@ class Template:
 
     def harmless(self, text: str) -> str:
         """A text that the model did not write, with a space in whatever would be tokenised as a special token."""
-        for token in self.tokenizer.all_special_tokens:
+        for token in self._spellings:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 

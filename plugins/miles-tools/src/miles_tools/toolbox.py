@@ -15,7 +15,8 @@ from typing import Any
 from miles_core.errors import ConfigError
 from miles_tools import builtin
 from miles_tools.calls import Call
-from miles_tools.sandbox import Sandbox, SandboxError, explain
+from miles_tools.parts import content
+from miles_tools.sandbox import Outcome, Sandbox, SandboxError, explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,21 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call brought: the text for the model, whether it failed, wall seconds."""
+    """What a call brought: the text for the model, whether it failed, wall seconds.
+
+    Args:
+        parts: in place of the text where there are images: dicts of type "text" or "image", in their order.
+    """
 
     text: str
     failed: bool = False
     seconds: float = 0.0
+    parts: tuple[dict[str, str], ...] = ()
+
+    @property
+    def images(self) -> list[str]:
+        """Files in base64, in their order."""
+        return [part["image"] for part in self.parts if part["type"] == "image"]
 
 
 def load(wanted: Sequence[str]) -> dict[str, Tool]:
@@ -155,8 +166,19 @@ class Toolbox:
         if outcome.kind != "ok":
             return Answer("\n".join(filter(None, (outcome.output.rstrip(), explain(outcome, self._sandbox.limits)))),
                           failed=True, seconds=outcome.seconds)
-        value = outcome.value
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if value is None:
-            text = ""
-        return Answer((outcome.output + text).rstrip("\n"), seconds=outcome.seconds)
+        return _answer(outcome)
+
+
+def _answer(outcome: Outcome) -> Answer:
+    """What a call that ended well printed, and then what it returned."""
+    value, printed = outcome.value, outcome.output
+    parts = content(value)
+    if parts is not None and any(part["type"] == "image" for part in parts):
+        before = [{"type": "text", "text": printed}] if printed else []
+        return Answer("", seconds=outcome.seconds, parts=(*before, *parts))
+    if parts is not None:
+        value = "\n".join(part["text"] for part in parts)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        text = ""
+    return Answer((printed + text).rstrip("\n"), seconds=outcome.seconds)

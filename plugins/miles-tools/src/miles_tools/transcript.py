@@ -31,6 +31,7 @@ class Transcript:
         log_probs: [R] of each drawn token; 0 for a suffix.
         versions: [R] weight version of each drawn token; a suffix has that of the token before it.
         figures: sums of the numbers that engine calls reported, and how many reported each.
+        images: of the suffixes: how many ids after the prompt came before, and a name in the run's folder of images.
     """
 
     ids: list[int]
@@ -39,6 +40,7 @@ class Transcript:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     figures: dict[str, list[float]] = field(default_factory=dict)
+    images: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, prompt_ids: Sequence[int]) -> Transcript:
@@ -49,8 +51,9 @@ class Transcript:
     def resume(cls, begun: Sample) -> Transcript:
         """A conversation that was called back, with all that it had."""
         columns = begun.columns
-        columns_read = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
-        return cls(begun.tokens.tolist(), begun.length - begun.response_length, *columns_read)
+        mask, log_probs, versions = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
+        return cls(begun.tokens.tolist(), begun.length - begun.response_length, mask, log_probs, versions,
+                   images=[(0, name) for name in begun.metadata.get("image_files", ())])
 
     @property
     def last_turn(self) -> list[int]:
@@ -77,8 +80,8 @@ class Transcript:
         for name, value in response.figures.items():
             self.figures.setdefault(name, []).append(float(value))
 
-    def append_suffix(self, ids: Sequence[int]) -> None:
-        """Text that the model did not write, after a drawn turn.
+    def append_suffix(self, ids: Sequence[int], images: Sequence[str] = ()) -> None:
+        """Text that the model did not write, after a drawn turn, and names of the images that some of the ids are.
 
         Raises:
             EngineError: nothing was drawn yet, so the ids would belong to the prompt.
@@ -86,6 +89,7 @@ class Transcript:
         if not self.versions:
             raise EngineError("the engine drew nothing for a tool to answer", code="engine-drew-no-tool-call",
                               fix="begin with the longer prompt")
+        self.images += [(len(self.mask), name) for name in images]
         self.ids += [int(token) for token in ids]
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
@@ -95,17 +99,20 @@ class Transcript:
         """The sample of this conversation; what follows the last drawn token is left out, unless it is to go on.
 
         Its columns are the core's: tokens [T] int32, loss_mask [R] uint8, rollout_log_probs [R] float32, versions [R]
-        int32. `metadata["figures"]` holds the means of what the engine calls reported.
+        int32. `metadata["figures"]` holds the means of what the engine calls reported, and "image_files" the names of
+        images in suffixes, where there are any.
         """
         ends = status is not Status.ABORTED and self.drawn
         length = len(self.mask) - self.mask[::-1].index(1) if ends else len(self.mask)
+        images = [name for place, name in self.images if place < length]
         return Sample(
             prompt=prompt,
             index=index,
             response_length=length,
             text=text,
             status=status,
-            metadata={"figures": {name: sum(values) / len(values) for name, values in self.figures.items()}},
+            metadata={"figures": {name: sum(values) / len(values) for name, values in self.figures.items()},
+                      **({"image_files": images} if images else {})},
             columns={
                 "tokens": np.array(self.ids[: self.prompt_length + length], np.int32),
                 "loss_mask": np.array(self.mask[:length], np.uint8),

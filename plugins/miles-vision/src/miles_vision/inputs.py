@@ -110,5 +110,5 @@ def _ends(owner: Any, kinds: torch.Tensor, pixels: Sequence[Pixels]) -> list[int
     if sum(sizes) != len(places):
         raise EngineError("tokens and images of a sequence do not belong together", code="vision-images-differ",
                           got=f"{len(places)} tokens of images, for images of {sizes}",
-                          fix="a generator passes on the prompt's tokens as they are, and draws none of an image's")
+                          fix="a generator keeps the tokens of images as they are, and ends with one that is drawn")
     return (places[torch.tensor(sizes).cumsum(0) - 1] + 1).tolist()

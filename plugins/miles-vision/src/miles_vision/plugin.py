@@ -44,7 +44,7 @@ class VisionOptions:
 class Vision:
     """Prompts with images: the model's own processor, and one expansion of tokens for engine and trainer."""
 
-    hookspecs = "miles_fsdp.hookspecs"  # a plan without that trainer says so, and not that its hook is unknown
+    hookspecs = "miles_vision.hookspecs"
     requires = ("local",)
     conflicts = ("mtp",)
     provides = ("hf-modules",)  # which it leaves as they are: the trainer fsdp has a model that reads images whole
@@ -80,12 +80,12 @@ class Vision:
     @hookimpl
     def prepare_prompt(self, prompt: Prompt) -> Prompt | Drop:
         """The tokens of images in place of their marks; the files go into the run's folder of images."""
-        if self._preparation is None:
-            from miles_vision.prompts import Preparation
+        return self._prepares()(prompt)
 
-            key = str((self._options.multimodal_keys or {})["image"])
-            self._preparation = Preparation(self._config, key, self._options.max_image_pixels, self._store())
-        return self._preparation(prompt)
+    @hookimpl
+    def show_images(self, prompt: Prompt, images: Sequence[object]) -> Prompt | Drop:
+        """For generators of several turns, whose tools return images."""
+        return self._prepares().show(prompt, images)
 
     @hookimpl
     def generate_request(self, request: Request, prompt: Prompt) -> Request:
@@ -104,7 +104,7 @@ class Vision:
         """For the local engine."""
         named = {hashlib.sha256(data).hexdigest(): data for data in images}
         names = [hashlib.sha256(data).hexdigest() for data in images]
-        return self._sees().inputs(model, tokens, len(tokens), names, named.__getitem__)
+        return self._sees().inputs(model, tokens, names, named.__getitem__)
 
     @hookimpl
     def forward_inputs(self, model: Any, sample: Sample) -> dict[str, torch.Tensor]:
@@ -156,6 +156,14 @@ class Vision:
             dtype = torch.bfloat16 if self._config.perf.bf16 else torch.float32
             self._towers[folder] = Tower(folder, weight_map, dtype)
         return self._towers[folder]
+
+    def _prepares(self) -> Preparation:
+        if self._preparation is None:
+            from miles_vision.prompts import Preparation
+
+            key = str((self._options.multimodal_keys or {})["image"])
+            self._preparation = Preparation(self._config, key, self._options.max_image_pixels, self._store())
+        return self._preparation
 
     def _sees(self) -> Seen:
         if self._seen is None:

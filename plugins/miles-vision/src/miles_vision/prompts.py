@@ -11,18 +11,17 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json
 from miles_core.errors import DataError
 from miles_core.stages.prompts import render
-from miles_core.types import Drop, Prompt
+from miles_core.types import Drop, Prompt, Sample
 from miles_vision import processor
 from miles_vision.images import ImageStore, ImageUnusable, opened, read, sources
 
 KEY = "image_files"
-"""In a prompt's metadata: names of its images in the run's folder."""
+"""In the metadata of a prompt, and of a sample for its later turns: names of images in the run's folder."""
 
 
-def names_of(prompt: Prompt) -> Sequence[str]:
-    """Names of a prompt's images in the run's folder."""
-    names: Sequence[str] = prompt.metadata.get(KEY, ())
-    return names
+def names_of(*owners: Prompt | Sample) -> list[str]:
+    """Names of their images in the run's folder: a prompt's, or those of a prompt and of its sample behind it."""
+    return [name for owner in owners for name in owner.metadata.get(KEY, ())]
 
 
 class Preparation:
@@ -59,15 +58,36 @@ class Preparation:
             files = [read(source, self._folders, self._most) for source in sources(prompt.metadata.get(self._key))]
         except ImageUnusable as error:
             return Drop(error.reason, f"{where}: {error.detail}")
-        text = self._text(prompt, where)
+        shown = self._shown(replace(prompt, text=self._text(prompt, where)), files, where)
+        if isinstance(shown, Prompt) and (size := len(shown.token_ids)) > self._limit(prompt.stream):
+            return Drop("prompt_too_long", f"{where}: {size} tokens with those of its images")
+        if isinstance(shown, Prompt) and prompt.messages:  # for who renders them once more, with tools
+            return replace(shown, messages=tuple(processor.with_images(prompt.messages)))
+        return shown
+
+    def show(self, prompt: Prompt, images: Sequence[object]) -> Prompt | Drop:
+        """See the hook show_images.
+
+        Raises:
+            DataError: an image that the prompt names is not in the run's folder.
+        """
+        where = f"{prompt.stream} row {prompt.row}, in a later turn" if images else f"{prompt.stream} row {prompt.row}"
+        files = [self._store.get(name) for name in names_of(prompt)]
+        try:
+            files += [read(image, (), self._most) for image in images]
+        except ImageUnusable as error:
+            return Drop(error.reason, f"{where}: {error.detail}")
+        return self._shown(prompt, files, where)
+
+    def _shown(self, prompt: Prompt, files: Sequence[bytes], where: str) -> Prompt | Drop:
+        """The prompt with the tokens of these files in its ids, and their names; its text has a token for each."""
+        text = prompt.text
         marks = text.count(self._processor.image_token)
         if marks != len(files):
             return Drop("image_count", f"{where}: {len(files)} images, and {marks} marks in its text; write "
                         f"{processor.MARK} where each belongs")
         ids = prompt.token_ids if not files else processor.expanded(
             self._processor, text, [opened(data) for data in files], special=not self._templated)
-        if len(ids) > self._limit(prompt.stream):
-            return Drop("prompt_too_long", f"{where}: {len(ids)} tokens with those of its images")
         if files and ids[-1] == self._token:
             return Drop("image_last", f"{where}: the prompt ends with an image; let text follow it")
         if self._config.rollout.engine not in (None, "local") and processor.unexpanded(ids, self._token).count(
@@ -75,7 +95,7 @@ class Preparation:
             return Drop("images_touch", f"{where}: servers tell images apart by what stands between them")
         metadata = {key: value for key, value in prompt.metadata.items() if key != self._key}
         names = [self._store.put(data) for data in files]
-        return replace(prompt, text=text, token_ids=ids, metadata=metadata | {KEY: names})
+        return replace(prompt, token_ids=ids, metadata=metadata | {KEY: names})
 
     @property
     def _templated(self) -> bool:

@@ -37,22 +37,21 @@ class Seen:
         self.store = store
         self._pixels = PixelCache(processor.load_pixels(str(config.checkpoint.hf_checkpoint)), size)
 
-    def inputs(self, model: Any, tokens: Sequence[int], prompt: int, names: Sequence[str],
+    def inputs(self, model: Any, tokens: Sequence[int], names: Sequence[str],
                read: Callable[[str], bytes]) -> Inputs:
         """
         Args:
             tokens: [L]; those of images are expanded.
-            prompt: tokens of the prompt, which alone has images.
             names: of the images, in order.
 
         Raises:
             EngineError: tokens for images, and no image, or the reverse.
         """
-        images = [place < prompt and token == self.placeholders[0] for place, token in enumerate(tokens)]
+        images = [token == self.placeholders[0] for token in tokens]
         if any(images) != bool(names):
             raise EngineError("tokens and images of a sequence do not belong together", code="vision-images-differ",
                               got=f"{sum(images)} tokens of images, {len(names)} images",
-                              fix="a generator passes on the prompt's tokens as they are, and draws none of an image's")
+                              fix="a generator keeps the tokens of images as they are, and ends with one that is drawn")
         return sequence_inputs(model, tokens, [self._pixels(name, read) for name in names], images)
 
     def of_sample(self, model: Any, sample: Sample) -> Inputs:
@@ -63,15 +62,15 @@ class Seen:
         import torch
 
         ids, prompt = sample.tokens, np.array(sample.prompt.token_ids)
-        names = names_of(sample.prompt)
+        names = names_of(sample.prompt, sample)
         if names and not np.array_equal(ids[: len(prompt)], prompt):
             raise DataError(f"{sample.name} does not begin with its prompt's tokens, where the images are",
                             code="vision-tokens-differ", fix="use a generator that keeps them")
-        inputs = self.inputs(model, ids.tolist(), len(prompt), names, self.store.get)
-        # An answer ends with a token of these, so that nothing is computed from its embedding.
+        # A drawn token of these is the last: nothing is computed from its embedding. Others are a tool's images.
         drawn = np.isin(ids, self.placeholders) & (np.arange(len(ids)) >= len(prompt))
-        inputs["input_ids"] = torch.from_numpy(np.where(drawn, self._plain, ids).astype(np.int64))
-        return inputs
+        drawn[:-1] &= ids[:-1] != self.placeholders[0]
+        tokens = np.where(drawn, self._plain, ids).astype(np.int64)
+        return {**self.inputs(model, tokens.tolist(), names, self.store.get), "input_ids": torch.from_numpy(tokens)}
 
     @property
     def _plain(self) -> int:

@@ -78,7 +78,7 @@ class Tower:
 
     def rows(self, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
         """See the hook embedding_rows."""
-        if not names_of(sample.prompt):
+        if not names_of(sample.prompt, sample):
             return {}
         inputs = {name: one.to(cpu.device()) for name, one in seen.of_sample(self.model, sample).items()}
         tokens = inputs.pop("input_ids")
@@ -98,7 +98,7 @@ def rope_positions(body: Any, sample: Sample, seen: Seen) -> dict[int, torch.Ten
     Args:
         body: with or without weights.
     """
-    if not names_of(sample.prompt) or not hasattr(body, "get_rope_index"):
+    if not names_of(sample.prompt, sample) or not hasattr(body, "get_rope_index"):
         return {}
     return {0: seen.of_sample(body, sample)["position_ids"]}
 

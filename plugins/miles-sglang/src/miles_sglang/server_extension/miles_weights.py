@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -88,8 +89,16 @@ def load(model, named_tensors) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, it would end the server
         _errors.append(f"{type(error).__name__}: {error}"[:2000])
     if "report" in plan:
+        forget_images()
         _report(model, **plan["report"])
         _buckets.clear()
+
+
+def forget_images() -> None:
+    """SGLang keeps what a model made of an image by the image alone, and would go on with what older weights made."""
+    cache = getattr(sys.modules.get("sglang.srt.managers.mm_utils"), "embedding_cache", None)
+    if cache is not None:
+        cache.clear()
 
 
 def join(name: str, backend: str, method: str, size: int, offset: int, seconds: float) -> None:
