@@ -75,7 +75,7 @@ def test_the_full_tier_of_a_leaf_is_its_own():
 @pytest.mark.parametrize(("changed", "runs"), [
     ("plugins/miles-sglang/src/miles_sglang/engine.py", True), ("miles_core/run.py", True),
     ("plugins/miles-megatron/src/miles_megatron/step.py", True), ("tests/sglang/test_sync.py", True),
-    ("plugins/miles-lora/src/miles_lora/plugin.py", False), ("plugins/miles-local/src/miles_local/engine.py", False),
+    ("plugins/miles-local/src/miles_local/logits.py", True), ("plugins/miles-lora/src/miles_lora/plugin.py", False),
     ("docs/sglang.md", False), ("tests/unit/test_loop.py", False),
 ])
 def test_a_real_server_is_set_up_only_where_it_can_matter(changed, runs):

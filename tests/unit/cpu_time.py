@@ -1,10 +1,13 @@
 """CPU seconds of a command in a fresh interpreter, and what it imports."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
+
+from tests.cpu_budget import REFERENCE, measure
 
 CODE = """
 import sys
@@ -37,3 +40,14 @@ def best(argv, cwd, enough=float("inf"), **environment):
         runs.append((seconds, names, done.stdout))
     assert len({out for _, _, out in runs}) == 1, "the output differs from run to run"
     return min(runs)
+
+
+@functools.cache
+def slowness() -> float:
+    """How many times as long as the machine of reference this one computes; 1 where it is as fast."""
+    return max(1.0, measure() / REFERENCE)
+
+
+def here(limit: float) -> float:
+    """CPU seconds on this machine that are `limit` on the machine of reference."""
+    return limit * slowness()
