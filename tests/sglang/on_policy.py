@@ -9,13 +9,19 @@ import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np
 import sglang_cpu  # noqa: F401 - stands in for the kernels before SGLang is imported
 import torch
 import torch.nn.functional as F
+import triton.runtime.interpreter as interpreter
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension/on_policy"))
 from miles_on_policy import attend
+
+# A tensor core adds up an element alike, however many rows a block has; BLAS for AVX2 does not, so sums are in float64.
+interpreter.np = type("Numpy", (), {**vars(np), "matmul": staticmethod(
+    lambda a, b, dtype=np.float32: (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype))})
 
 LENGTHS, HEADS, SHARED, SIZE, SCALE = (1, 65, 130, 17), 4, 2, 16, 0.25
 
