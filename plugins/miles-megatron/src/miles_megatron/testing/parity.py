@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ConfigError
+from miles_megatron.testing.support_matrix import matrix
 
 if TYPE_CHECKING:
     import torch
@@ -223,8 +224,6 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
 
 def _rounding(theirs: Any, sequences: Sequence[Any], logits: Any) -> float:
     """The largest difference of transformers' logits from those of the same model in float64."""
-    import copy
-
     import torch
 
     precise = copy.deepcopy(theirs).double()
@@ -306,30 +305,6 @@ def builder(model_type: str) -> tuple[Selected, str]:
         return family
     raise ConfigError("no installed plugin builds this architecture", code="architecture-without-plugin",
                       got=model_type, fix="see docs/model-families.md")
-
-
-def matrix(results: Iterable[tuple[Parity, Sequence[Cut]]]) -> str:
-    """The results as a table in Markdown."""
-    from miles_megatron.testing.resharding import CUTS
-
-    titles = ["family", "model type", "plugin", "logits", "gradients", *CUTS, "round trip", "notes"]
-    rows, official = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"], _plugins()
-    for one, cuts in results:
-        exact, by_layout = one.exact and all(cut.exact for cut in cuts), {cut.layout: cut for cut in cuts}
-        differences = (f"{by_layout[name].gradient:.1e}" if name in by_layout else "–" for name in CUTS)
-        cells = [one.case.name, f"`{one.case.family}`", official.get(one.case.family, "own"), f"{one.logits:.1e}",
-                 f"{one.gradients:.1e}", *differences, "exact" if exact else "differs",
-                 one.case.notes]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*rows, ""])
-
-
-def _plugins() -> dict[str, str]:
-    """model_type -> the official package that offers it."""
-    from miles_core.plugins.scan import KNOWN
-
-    return {offer.partition(":")[2]: f"miles-{name}" for name, offers in KNOWN.items() for offer in offers
-            if offer.startswith("model_spec:")}
 
 
 def save(model: Any, case: Case, folder: Path) -> dict[str, Any]:
