@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from trainer_speed import PEAK, QWEN3, RUN, SHAPES, profiled, rollout
+from trainer_speed import PEAK, QWEN3, RUN, SHAPES, in_process, profiled, rollout
 
 SHAPES = SHAPES | {"tiny": QWEN3 | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
                                     "intermediate_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True}}
@@ -99,19 +98,6 @@ def measure(shape: str, trainer: str, tokens: int, length: int, steps: int, flag
             "profile": traces}  # fmt: skip
 
 
-def in_process(words: list[object], limit: float) -> dict[str, object] | str:
-    """A case in a process of its own; what it measured, or the end of what it said."""
-    try:
-        done = subprocess.run([sys.executable, __file__, "--here", *map(str, words)], capture_output=True, text=True,
-                              timeout=limit)
-    except subprocess.TimeoutExpired as late:
-        return f"not done within {limit:g} s\n{str(late.stderr)[-1500:]}"
-    if done.returncode:
-        return (done.stdout + done.stderr)[-3000:]
-    measured: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-    return measured
-
-
 def main() -> int:
     """Every case, and the ratios."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -142,10 +128,10 @@ def main() -> int:
             for trainer in words.trainers:
                 flags = [words.flags, AGAIN[trainer] if recompute == "full" else "",
                          f"--attn-implementation {words.attention}" if trainer == "fsdp" else ""]
-                measured = in_process([shape, "--trainers", trainer, "--tokens", words.tokens, "--length", words.length,
-                                       "--steps", words.steps, "--micro-batches", words.micro_batches,
-                                       f"--flags={' '.join(flags)}", *(["--profile"] if words.profile else [])],
-                                      words.limit)
+                measured = in_process(__file__, [
+                    "--here", shape, "--trainers", trainer, "--tokens", words.tokens, "--length", words.length,
+                    "--steps", words.steps, "--micro-batches", words.micro_batches, f"--flags={' '.join(flags)}",
+                    *(["--profile"] if words.profile else [])], words.limit)
                 good = isinstance(measured, dict)
                 failed += not good
                 if good:

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 import torch
 from moe import SGLANG, checkpoint, converted, ended, started
 from ranks import trained
-from trainer_speed import PEAK, RUN, SHAPES, rollout
+from trainer_speed import PEAK, RUN, SHAPES, in_process, rollout
 from whole_step import SMALL, shown
 
 FULL = "--recompute-granularity full"
@@ -98,15 +97,11 @@ def layouts(args: argparse.Namespace) -> int:
     failed, words = 0, [word for word in sys.argv[1:] if word != "layouts"]
     for name in args.only or LAYOUTS:
         begin = time.monotonic()
-        try:
-            done = subprocess.run([sys.executable, __file__, "layouts", "--here", name, *words], capture_output=True,
-                                  text=True, timeout=args.seconds)
-            good, text = done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-            text = done.stdout.strip().splitlines()[-1] if good else text
-        except subprocess.TimeoutExpired as late:
-            good, text = False, f"not done within {args.seconds} s\n{str(late.stderr)[-2000:]}"
+        measured = in_process(__file__, ["layouts", "--here", name, *words], args.seconds)
+        good = isinstance(measured, dict)
         failed += not good
-        print(f"{'ok  ' if good else 'FAIL'} {name} after {time.monotonic() - begin:.0f} s: {text}", flush=True)
+        print(f"{'ok  ' if good else 'FAIL'} {name} after {time.monotonic() - begin:.0f} s: "
+              f"{json.dumps(measured) if good else measured}", flush=True)
     return failed
 
 

@@ -55,6 +55,8 @@ class Case:
         """What the call returns; its seconds, until the GPU is done, are kept."""
         import torch
 
+        if self.gpu:
+            torch.cuda.synchronize()
         begin = time.perf_counter()
         result = call(*args)
         if self.gpu:

@@ -19,7 +19,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -121,12 +120,10 @@ def profiled(call, profile: list[dict[str, object]]) -> None:
 
 def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], *, micro_batches: int = 1,
             profile: bool = False) -> dict[str, object]:
-    """One case, in this process."""
-    import torch
+    """One case, in this process; the first step pays for kernels that are chosen and compiled."""
     from miles_megatron import estimate
-    from miles_megatron.model_on_rank import ModelOnRank
+    from ranks import Case
 
-    from miles_core.build import trainer_part
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
 
@@ -135,32 +132,9 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
                                                 groups=micro_batches * tokens // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
-    ModelOnRank.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
-    trainer = trainer_part(list(plan.selected), plan.config, Rank())
-    trainer.load()
-    seconds: dict[str, list[float]] = {"score": [], "step": []}
-
-    def timed(what: str, call, *args) -> object:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        found = call(*args)
-        torch.cuda.synchronize()
-        seconds[what].append(time.perf_counter() - begin)
-        return found
-
-    whole, traces = tokens * micro_batches, []
-    for index in range(steps + profile):  # the first pays for kernels that are chosen and compiled
-        trainer.take_batch(rollout(whole, length))
-        timed("score", trainer.score)
-        trainer.advantage()
-        if len(seconds["step"]) == 1:
-            torch.cuda.reset_peak_memory_stats()
-        if index == steps:
-            profiled(lambda: trainer.step(0), traces)
-            break
-        metrics = timed("step", trainer.step, 0)
-        trainer.end_batch()
-    counted = torch.cuda.max_memory_allocated()
+    case, whole = Case(plan.selected, plan.config, Rank()), tokens * micro_batches
+    figures, trainer = case.train(rollout(whole, length), steps, profile)[0], case.trainer
+    seconds, counted = figures["seconds"], figures["peak"]
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
     model = estimate.dimensions_of(plan.config)
@@ -173,12 +147,24 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     return {
         "layers": trainer.models.actor.settings.transformer_impl, "tokens_per_s": round(whole / step),
         "score_tokens_per_s": round(whole / score), "mfu": round(once / step / PEAK, 3),
-        "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"], "predicted": round(predicted),
+        "loss": figures["loss"][-1], "grad_norm": figures["grad_norm"][-1], "predicted": round(predicted),
         "measured": counted, "off": round(predicted / counted - 1, 3),
         "predicted_parts": {name: round(one) for name, one in parts.items()}, "measured_state": state,
         "measured_beside_state": counted - sum(state.values()), "seconds": seconds,
-        "profile": traces,
+        "profile": figures["profile"],
     }  # fmt: skip
+
+
+def in_process(script: str, words: list[object], limit: float) -> dict[str, object] | str:
+    """A case in a process of its own; what it measured, or the end of what it said."""
+    try:
+        done = subprocess.run([sys.executable, script, *map(str, words)], capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        return f"not done within {limit:g} s\n{str(late.stderr)[-1500:]}"
+    if done.returncode:
+        return (done.stdout + done.stderr)[-3000:]
+    measured: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return measured
 
 
 def main() -> int:
@@ -202,19 +188,15 @@ def main() -> int:
     cases = ["", "--recompute-granularity full"] if given.flags is None else [given.flags]
     for shape in given.shapes:
         for flags in cases:
-            command = [sys.executable, __file__, "--here", shape, "--tokens", given.tokens, "--length", given.length,
-                       "--steps", given.steps, f"--flags={flags}",
-                       "--micro-batches", given.micro_batches, *(["--profile"] if given.profile else [])]
-            try:
-                done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=given.limit)
-                good, text = done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-                if good:
-                    text = done.stdout.strip().splitlines()[-1]
-                    good = abs(json.loads(text)["off"]) <= 0.1
-            except subprocess.TimeoutExpired as late:
-                good, text = False, f"not done within {given.limit} s\n{str(late.stderr)[-1500:]}"
+            measured = in_process(__file__, [
+                "--here", shape, "--tokens", given.tokens, "--length", given.length, "--steps", given.steps,
+                f"--flags={flags}", "--micro-batches", given.micro_batches,
+                *(["--profile"] if given.profile else [])], given.limit)
+            ended = isinstance(measured, dict)
+            good = ended and abs(measured["off"]) <= 0.1
             failed += not good
-            print(f"{'ok  ' if good else 'FAIL'} {shape} {flags or 'no recomputation'}: {text}", flush=True)
+            print(f"{'ok  ' if good else 'FAIL'} {shape} {flags or 'no recomputation'}: "
+                  f"{json.dumps(measured) if ended else measured}", flush=True)
     return failed
 
 

@@ -217,8 +217,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     differences = {name: _share(grad, wanted[name]) for name, grad in weights.hf_stream(ours, weight_map)}
     loose = {name: differences.pop(name) for name in [*differences] if name.endswith(tuple(case.loose))}
     worst = max(differences, key=differences.__getitem__)
-    expected, got = expected.detach(), got.detach()
-    return Parity(case, difference, float(expected.std()), differences[worst], worst, exact,
+    return Parity(case, difference, float(expected.detach().std()), differences[worst], worst, exact,
                   max(loose.values(), default=0.0), rounding)
 
 
