@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches
 from miles_testing import kill_resume
 from miles_testing.kill_resume import KillResume, checkpoint, problems
 
@@ -78,12 +78,11 @@ def test_retention_removes_what_is_published(course):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", "2"]], ids=["dp2", "tp2"])
-def test_two_ranks_write_what_they_write_without(run_file, tmp_path, layout):
+def test_two_ranks_write_what_they_write_without(run_file, tmp_path, layout, two):
     given = [*RANKS, "--actor-num-gpus-per-node", "2", *layout]
-    with Ranks(2) as ranks:
-        for name, more in {"plain": [], "beside": ["--async-save"]}.items():
-            plan = prepare(run_file(), [*given, *more])
-            ranks.train(plan, batches(2), save=tmp_path / name / "checkpoints")
+    for name, more in {"plain": [], "beside": ["--async-save"]}.items():
+        plan = prepare(run_file(), [*given, *more])
+        two.train(plan, batches(2), save=tmp_path / name / "checkpoints")
     assert checkpoint(tmp_path / "beside") == checkpoint(tmp_path / "plain")
     files = {path.name for path in (tmp_path / "beside/checkpoints/iter_0000002").glob("*.distcp")}
     assert len(files) == (2 if layout else 1), files

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches
 from miles_megatron.value import STD
 from miles_testing import kill_resume
 from miles_testing.kill_resume import KillResume
@@ -50,13 +50,6 @@ def teachers(tiny, tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
-
-
 def top_k(strategy, mode="student_p"):
     return ["--opd-log-prob-top-k", str(K), "--opd-top-k-strategy", strategy, "--opd-reward-weight-mode", mode]
 
@@ -80,7 +73,7 @@ def divergence(p, q, strategy, mode):
 
 
 @pytest.mark.full
-def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, teachers, one_rank):
+def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, teachers, one):
     """Log-probs to 1e-5, values too; each token set with its weights; 0 where nothing is trained on."""
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -88,7 +81,7 @@ def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, 
              ("union", "student_p"), ("xor", "none")]
 
     def first(*flags):
-        return one_rank.train(prepare(run_file(), [*SMALL, *flags]), batches(1))["batch"].samples
+        return one.train(prepare(run_file(), [*SMALL, *flags]), batches(1))["batch"].samples
 
     valued = first(*PPO)
     sampled = first(*OPD, "--opd-teacher-load", str(teachers["wider"]))
@@ -118,19 +111,19 @@ def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, 
 
 
 @pytest.mark.full
-def test_a_critic_learns_what_there_is_to_know(run_file, one_rank):
+def test_a_critic_learns_what_there_is_to_know(run_file, one):
     """Forty steps on one and the same rollout: it explains almost all of the returns."""
     flags = ["--advantage-estimator", "ppo", "--num-critic-only-steps", "40", "--critic-lr", "3e-3",
              "--num-rollout", "41", "--value-clip", "5", *SMALL, "--num-steps-per-rollout", "1",
              "--max-tokens-per-gpu", "2048"]
-    steps = one_rank.train(prepare(run_file(), flags), batches(1) * 40)["steps"]
+    steps = one.train(prepare(run_file(), flags), batches(1) * 40)["steps"]
     explained = [step["rollout/explained_variance"] for step in steps]
     assert explained[0] < 0.1 and explained[-1] > 0.8
     assert not [name for step in steps for name in step if name.startswith("train/") and "rollout" not in name]
 
 
 @pytest.mark.full
-def test_every_layout_trains_like_one_rank(run_file, teachers, one_rank):
+def test_every_layout_trains_like_one_rank(run_file, teachers, one, two):
     """Six steps: losses of actor and critic to 2e-6, weights to 1e-5; the critic's are behind its later values."""
     kinds = {"critic": PPO, "swapped": [*OPD, "--opd-teacher-load", str(teachers["same"]), *top_k("union")],
              "beside": [*OPD, "--opd-teacher-load", str(teachers["wider"])]}
@@ -143,11 +136,9 @@ def test_every_layout_trains_like_one_rank(run_file, teachers, one_rank):
         found[kind, layout] = ranks.train(prepare(run_file(), flags), given)
 
     for kind in kinds:
-        train(one_rank, kind, "one")
-    with Ranks(2) as two:
-        for kind in kinds:
-            train(two, kind, "tensor")
-            train(two, kind, "pipeline")
+        train(one, kind, "one")
+        train(two, kind, "tensor")
+        train(two, kind, "pipeline")
     for (kind, layout), outcome in found.items():
         reference, where = found[kind, "one"], f"{kind}, {layout}"
         for ours, theirs in zip(outcome["steps"], reference["steps"], strict=True):

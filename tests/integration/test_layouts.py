@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from miles_megatron.testing.ranks import batches, by_size
+from miles_megatron.testing.ranks import batches
 
 from miles_core.plugins.plan import prepare
 from tests.integration.samples import sampled
@@ -98,10 +98,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(one, two, ranks_of):
     """size -> Ranks; more than two are started when first asked for."""
-    with by_size(1, 2) as start:
-        yield start
+    return ranks_of
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches
 
 from miles_core.plugins.plan import prepare
 
@@ -40,20 +40,18 @@ def same(plan, ranks) -> None:
 
 
 @pytest.mark.full
-def test_one_rank_trains_to_the_same_bits(run_file):
+def test_one_rank_trains_to_the_same_bits(run_file, one):
     """In both dtypes, with a reference that is swapped in, with either optimizer, with a critic."""
-    with Ranks(1) as ranks:
-        for flags in ONE_RANK.values():
-            same(prepare(run_file(), [*SMALL, *flags]), ranks)
+    for flags in ONE_RANK.values():
+        same(prepare(run_file(), [*SMALL, *flags]), one)
 
 
 @pytest.mark.full
-def test_two_ranks_train_to_the_same_bits(run_file):
+def test_two_ranks_train_to_the_same_bits(run_file, two):
     """Weights on their way from the other rank arrive before they leave; experts have buffers of their own."""
-    with Ranks(2) as ranks:
-        for flags in TWO_RANKS.values():
-            same(prepare(run_file(), [*SMALL, *flags]), ranks)
-        same(prepare(run_file("qwen3_moe"), [*SMALL, *TWO, "--expert-model-parallel-size", "2"]), ranks)
+    for flags in TWO_RANKS.values():
+        same(prepare(run_file(), [*SMALL, *flags]), two)
+    same(prepare(run_file("qwen3_moe"), [*SMALL, *TWO, "--expert-model-parallel-size", "2"]), two)
 
 
 def alive() -> int:

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.fixtures import convert  # noqa: F401
-from miles_megatron.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import batches
 from miles_testing.forked import miles
 
 from miles_core.plugins.plan import prepare
@@ -45,12 +44,6 @@ def tiered(gate=(), which=ALL, full=None):
                          if full is None or str(one) in full else pytest.mark.slow) for one in which]
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    with Ranks(1) as ranks:
-        yield ranks
-
-
 def ids_of(keys):
     value = keys.get("eos_token_id")
     return value if isinstance(value, list) else [] if value is None else [value]
@@ -76,7 +69,7 @@ def test_every_family_is_in_the_table():
 
 
 @pytest.mark.parametrize("one", tiered({"GLM-5", "Qwen3-0.6B"}))
-def test_conversion_keeps_every_bit(one, convert, tmp_path):  # noqa: F811
+def test_conversion_keeps_every_bit(one, convert, tmp_path):
     """Of the layers for drafting too, but for their copies of the model's own embedding and output layer."""
     before = write(one, tmp_path / "hf", plain=one.quantised in PLAIN)
     more = ("--plugin", "mtp") if one.drafts else ()
@@ -154,13 +147,13 @@ def reloaded(one, folder):
 
 @pytest.mark.parametrize("one", tiered(which=[one for one in ALL if one.model_type in DECODED_BY_SERVERS_ALONE],
                                        full=FULL))
-def test_what_servers_alone_decode_is_said_and_trains(one, one_rank, tmp_path):
+def test_what_servers_alone_decode_is_said_and_trains(one, ranks_of, tmp_path):
     """By the local engine before training; the trainer itself steps, and streams the checkpoint's names and shapes."""
     before = write(one, tmp_path / "hf", plain=True)
     outcome = run(tmp_path / "hf", tmp_path)
     assert outcome.code == 2 and DECODED_BY_SERVERS_ALONE[one.model_type] in outcome.err
     plan = prepare(None, ["--hf-checkpoint", str(tmp_path / "hf"), *TRAINER])
-    after = one_rank.train(plan, batches(1, vocab=264))["weights"]
+    after = ranks_of(1).train(plan, batches(1, vocab=264))["weights"]
     before = {name: tensor for name, tensor in before.items() if name not in one.beside}
     assert before.keys() - after.keys() == {name for name in before if name.startswith((*DRAFTS, "visual."))}
     assert all(tuple(before[name].shape) == weight.shape for name, weight in after.items())

@@ -7,7 +7,6 @@ import pytest
 import torch
 from miles_megatron import hf_config
 from miles_megatron.convert import architecture
-from miles_megatron.testing.fixtures import convert  # noqa: F401
 from safetensors.torch import save_file
 
 from miles_core.errors import CheckpointError, ConfigError, DataError
@@ -72,7 +71,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("one", gated([pytest.param(one, id=one.model_type) for one in FAMILIES]))
-def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(one, whole, convert, tmp_path):  # noqa: F811
+def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(one, whole, convert, tmp_path):
     """One is missing, one is of no model, one has another shape: all three in one message."""
     folder, tensors = whole(one)
     shutil.copytree(folder, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))

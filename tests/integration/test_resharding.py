@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from miles_megatron.testing.parity import cases
-from miles_megatron.testing.ranks import Ranks
 from miles_megatron.testing.resharding import reshard_parity
 
 from tests.integration.samples import sampled
@@ -20,9 +19,8 @@ pytestmark = pytest.mark.xdist_group("layouts")
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    with Ranks(1) as one, Ranks(2) as two:
-        yield one, two
+def ranks(one, two):
+    return one, two
 
 
 @pytest.mark.parametrize("case", sampled(FAMILIES, (), [case for case in FAMILIES if case.name in SAMPLE]), ids=str)

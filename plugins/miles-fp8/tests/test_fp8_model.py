@@ -14,7 +14,7 @@ from fp8_reference import E4M3, E5M2, rounded
 from miles_fp8.emulate import Emulation, emulate
 from miles_fp8.recipe import RECIPES, ROWS, WEIGHTS
 from miles_megatron.testing.parity import Case, family_of, packed_logits, random_model
-from miles_megatron.testing.ranks import Ranks, batches, distance
+from miles_megatron.testing.ranks import batches, distance
 
 from miles_core.plugins.plan import prepare
 
@@ -136,23 +136,22 @@ ENDS = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16")
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory):
+def gradients(tmp_path_factory, one, two):
     """(kind, *flags, draw) -> the whole gradient of one step on a batch by HF name, on as many ranks as flags say."""
     folders, made = {}, {}
     for kind, case in CASES.items():
         folders[kind] = tmp_path_factory.mktemp(kind)
         random_model(case).save_pretrained(folders[kind])
     drawn = batches(DRAWS, groups=2, samples=2, vocab=96)
-    with Ranks(1) as one, Ranks(2) as two:
 
-        def ask(kind, *flags, draw=0):
-            if (kind, flags, draw) not in made:
-                plan = prepare(None, ["--hf-checkpoint", str(folders[kind]), *RUN, *flags])
-                ranks = two if "--actor-num-gpus-per-node" in flags else one
-                made[kind, flags, draw] = ranks.gradients(plan, drawn[draw])[1]
-            return made[kind, flags, draw]
+    def ask(kind, *flags, draw=0):
+        if (kind, flags, draw) not in made:
+            plan = prepare(None, ["--hf-checkpoint", str(folders[kind]), *RUN, *flags])
+            ranks = two if "--actor-num-gpus-per-node" in flags else one
+            made[kind, flags, draw] = ranks.gradients(plan, drawn[draw])[1]
+        return made[kind, flags, draw]
 
-        yield ask
+    return ask
 
 
 TWO = ("--actor-num-gpus-per-node", "2")

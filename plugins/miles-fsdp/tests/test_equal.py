@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import batches, by_size
+from miles_megatron.testing.ranks import batches
 
 from miles_core.errors import CheckpointError
 from miles_core.plugins.plan import prepare
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(folder):
+def train(folder, one, two, ranks_of):
     """(trainer, model, ranks, *flags) -> what Ranks.train answers; of one rank without flags it is remembered."""
     known = {}
 
@@ -77,9 +77,8 @@ def train(folder):
             known[key] = ranks_of(size).train(prepare(folder / "run.toml", argv), batches(3))
         return known[key]
 
-    with by_size(1, 2) as ranks_of:
-        run.ranks = ranks_of
-        yield run
+    run.ranks = ranks_of
+    return run
 
 
 def same(found, expected):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from miles_fsdp.muon import QUINTIC, Muon, orthogonalized, output_axes
 from miles_fsdp.plugin import FsdpOptions
-from miles_megatron.testing.ranks import batches, by_size
+from miles_megatron.testing.ranks import batches
 from miles_testing import tiny_checkpoint, trainer_contract
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -47,10 +47,9 @@ def plan(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """size -> Ranks, started once; imports are nobody's time."""
-    with by_size(1, 2) as ranks_of:
-        yield ranks_of
+def ranks(one, two, ranks_of):
+    """size -> Ranks; what one and two import is nobody's time."""
+    return ranks_of
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from miles_megatron.testing.fixtures import convert, one, two  # noqa: F401
 from safetensors.torch import load_file
 
 from miles_core.plugins.plan import prepare
@@ -84,7 +83,7 @@ def plan():
 
 
 @pytest.fixture
-def merged(checkpoint, adapter, convert, tmp_path):  # noqa: F811 - the fixture
+def merged(checkpoint, adapter, convert, tmp_path):
     """kind -> a directory of the base with the random adapters merged into it."""
     def make(kind="dense"):
         out = tmp_path / f"merged-{kind}"

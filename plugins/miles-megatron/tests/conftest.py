@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))  # the tests' own modules can be imported by name
 
 import pytest
-from miles_megatron.testing.fixtures import convert, one  # noqa: F401
 
 TINY = {
     "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from miles_megatron.testing.fixtures import one, two  # noqa: F401
 
 from miles_core.plugins.plan import prepare
 

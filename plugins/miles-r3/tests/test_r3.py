@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import cpu
-from miles_megatron.testing.ranks import Ranks
 from miles_r3.answers import routes_of
 from miles_r3.plugin import Sizes
 from miles_testing.forked import miles
@@ -247,12 +246,6 @@ def test_a_recompute_whose_routes_were_not_kept_is_an_error():
 
 
 # ------------------------------------------------------------------------------------------------------ trainers
-
-
-@pytest.fixture(scope="module")
-def one():
-    with Ranks(1) as ranks:
-        yield ranks
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import mixture
 import numpy as np
 import pytest
 import torch
-from miles_megatron.testing.ranks import by_size, distance
+from miles_megatron.testing.ranks import distance
 
 from miles_core.plugins.plan import prepare
 
@@ -108,10 +108,9 @@ def batch(folder):
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(one, two, ranks_of):
     """size -> Ranks; more than two are started when first asked for."""
-    with by_size(1, 2) as start:
-        yield start
+    return ranks_of
 
 
 @pytest.fixture(scope="module")

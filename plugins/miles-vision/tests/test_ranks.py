@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from miles_megatron.testing.ranks import by_size
 from rollouts import RUN_FILE, batches
 
 from miles_core.plugins.plan import prepare
@@ -21,7 +20,7 @@ FSDP = ("--trainer", "fsdp", "--micro-batch-size", "1", "--num-rollout", "3", "-
 
 
 @pytest.fixture(scope="module")
-def train(checkpoint, tmp_path_factory):
+def train(checkpoint, tmp_path_factory, ranks_of):
     """(kind, ranks, images of each prompt, *flags) -> what Ranks.train answers after rollouts of such prompts."""
     def run(kind, size, images, *flags):
         folder = tmp_path_factory.mktemp("ranks")
@@ -30,8 +29,7 @@ def train(checkpoint, tmp_path_factory):
                                              str(size), "--vision.image-dir", str(folder / "images"), *FSDP, *flags])
         return ranks_of(size).train(plan, batches(checkpoint(kind), folder / "images", images))
 
-    with by_size() as ranks_of:
-        yield run
+    return run
 
 
 MIXED = [[1, 0, 0, 2], [0, 0, 0, 0], [0, 3, 1, 1]]

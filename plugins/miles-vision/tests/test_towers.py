@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import cpu
-from miles_megatron.testing.ranks import by_size
 from miles_testing import toy_run
 from miles_vision.images import ImageStore, opened
 from miles_vision.processor import load_pixels
@@ -126,13 +125,6 @@ def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(k
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """How many -> processes that are started once."""
-    with by_size() as ranks_of:
-        yield ranks_of
-
-
 LAYOUTS = {
     "TP2+SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "PP2": ("--pipeline-model-parallel-size", "2"), "CP2": ("--context-parallel-size", "2"), "DP2": (),
@@ -143,13 +135,13 @@ LAYOUTS = {
 @pytest.mark.xdist_group("vision-towers")
 @pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_are_one(layout, kind, planned, ranks):
+def test_two_ranks_are_one(layout, kind, planned, ranks_of):
     """Two steps with the reference's pass: log-probs of trained answers, losses and weights."""
     flags = ("--use-kl-loss", "--kl-loss-coef", "0.05")
     plan, rollouts, _ = planned(kind, *flags)
-    one = ranks(1).train(plan, rollouts)
+    one = ranks_of(1).train(plan, rollouts)
     plan, rollouts, _ = planned(kind, *flags, "--actor-num-gpus-per-node", "2", *LAYOUTS[layout])
-    two = ranks(2).train(plan, rollouts)
+    two = ranks_of(2).train(plan, rollouts)
     loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in zip(one["steps"], two["steps"], strict=True))
     weights = max(float(np.abs(two["weights"][name] - value).max()) for name, value in one["weights"].items())
     scores = max(float(np.abs(a.columns[name] - b.columns[name]).max())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,39 +20,17 @@ from miles_vision import processor
 from miles_vision.images import opened
 from miles_vision.plugin import Vision, VisionOptions
 from pictures import make_model, picture
-from turns import looking, taught, tool, written
+from turns import Hooks, Scripted, looking, taught, tool, written
 
 from miles_core.columns import Columns
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.record.replay import _pack, _unpack
-from miles_core.stages.rollout import Generation, Response, SamplingParams
+from miles_core.stages.rollout import Generation, SamplingParams
 from miles_core.types import Drop, Prompt, Status
 
 IMAGE, CONTEXT = 261, 2000
-
-
-class Hooks:
-    """Of a run with this plugin alone."""
-
-    def __init__(self, plugin):
-        self.show_images = plugin.show_images
-
-
-class Scripted:
-    """An engine that draws these turns, one after the other; None is one that was called back."""
-
-    version, path = 1, "scripted"
-
-    def __init__(self, turns):
-        self.turns, self.requests = list(turns), []
-
-    async def generate(self, request):
-        ids = self.turns.pop(0)
-        self.requests.append(request)
-        drawn, reason = (np.zeros(0, np.int32), "abort") if ids is None else (np.array(ids, np.int32), "stop")
-        return Response(drawn, np.full(len(drawn), -0.25, np.float32), np.ones(len(drawn), np.int32), reason)
 
 
 @pytest.fixture(scope="module")

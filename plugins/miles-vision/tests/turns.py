@@ -1,10 +1,13 @@
-"""Conversations whose tool returns images."""
+"""Conversations whose tool returns images, and an engine that draws what it is told."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
 from miles_testing import toy_run
+
+from miles_core.stages.rollout import Response
 
 TOOL = '''
 def look(what: str):
@@ -27,6 +30,28 @@ def look(what: str):
 '''
 """UNIT is the side of what one token sees, in pixels."""
 CALL, DONE, END = "<look>3</look>", "I see.", "<|im_end|>"
+
+
+class Hooks:
+    """Of a run with this plugin alone."""
+
+    def __init__(self, plugin):
+        self.show_images, self.fill_images = plugin.show_images, plugin.fill_images
+
+
+class Scripted:
+    """An engine that draws these turns, one after the other; None is one that was called back."""
+
+    version, path = 1, "scripted"
+
+    def __init__(self, turns):
+        self.turns, self.requests = list(turns), []
+
+    async def generate(self, request):
+        ids = self.turns.pop(0)
+        self.requests.append(request)
+        drawn, reason = (np.zeros(0, np.int32), "abort") if ids is None else (np.array(ids, np.int32), "stop")
+        return Response(drawn, np.full(len(drawn), -0.25, np.float32), np.ones(len(drawn), np.int32), reason)
 
 
 def tool(folder, unit=8):

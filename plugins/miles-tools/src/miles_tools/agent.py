@@ -122,7 +122,7 @@ class Agents:
                           recall: CancelHandle) -> tuple[dict[str, Any], Failure | None]:
         """(what the agent returned, why it failed). An agent that fails for lack of context keeps its answers."""
         key = self._server.open(session)
-        agent = asyncio.ensure_future(self._call(prompt, key))
+        agent = asyncio.ensure_future(self._call(prompt, session.task_messages(), key))
         broken = asyncio.ensure_future(session.broken())
         try:
             deadline = time.monotonic() + self._options.agent_timeout
@@ -143,11 +143,9 @@ class Agents:
             await asyncio.gather(agent, broken, return_exceptions=True)  # bounded: see agent_call
             await self._server.close(key)
 
-    async def _call(self, prompt: Prompt, key: str) -> object:
-        messages: Sequence[Mapping[str, Any]] = prompt.messages or ({"role": "user", "content": prompt.text},)
-        # Copies: an agent may change them, and its group shares the prompt.
-        task = Task(self._server.base_url, key, copy.deepcopy([dict(one) for one in messages]),
-                    copy.deepcopy(dict(prompt.metadata)), prompt.label)
+    async def _call(self, prompt: Prompt, messages: list[dict[str, Any]], key: str) -> object:
+        # A copy: an agent may change it, and its group shares the prompt.
+        task = Task(self._server.base_url, key, messages, copy.deepcopy(dict(prompt.metadata)), prompt.label)
         if self._given is not None:
             return await self._given(task, self._server.session_url(key))
         if self._function is not None:

@@ -16,6 +16,7 @@ from miles_core.errors import ConfigError, DataError
 from miles_core.stages.rollout import Generation, Request, Response, call_engine
 from miles_core.types import Drop, Prompt, Sample, Status
 from miles_tools.calls import Call, parse
+from miles_tools.images import KEY, shown
 from miles_tools.template import Template
 from miles_tools.template import load as load_tokenizer
 from miles_tools.toolbox import Answer, Toolbox
@@ -90,22 +91,6 @@ class Conversations:
         return talk.sample(status)
 
 
-def shown(prompt: Prompt, images: Sequence[str], generation: Generation) -> Prompt | Drop:
-    """The prompt, or what a turn adds to it, with the tokens of its images; see the hook show_images.
-
-    Raises:
-        ConfigError: there are images, and no plugin of the run shows any.
-    """
-    show = getattr(generation.hooks, "show_images", None)
-    if show is not None:
-        return cast("Prompt | Drop", show(prompt, images))
-    if images:
-        raise ConfigError("a tool returned an image, which no plugin of the run shows to the model",
-                          code="tool-image-unseen", who=f"{prompt.stream} row {prompt.row}",
-                          fix="--plugin vision with a model that reads images, or let the tool return text")
-    return prompt
-
-
 class _Conversation:
     """One sample on its way."""
 
@@ -150,8 +135,8 @@ class _Conversation:
     def _seen(self) -> Prompt:
         """The prompt with the images of all turns so far."""
         prompt, names = self._prompt, [name for _, name in self._transcript.images]
-        before = prompt.metadata.get("image_files", ())
-        return dataclasses.replace(prompt, metadata={**prompt.metadata, "image_files": [*before, *names]}
+        before = prompt.metadata.get(KEY, ())
+        return dataclasses.replace(prompt, metadata={**prompt.metadata, KEY: [*before, *names]}
                                    ) if names else prompt
 
     async def _answered(self) -> Status | None:
@@ -183,7 +168,7 @@ class _Conversation:
         suffix = template.joining(turn.token_ids, after=transcript.ids[-1])
         if transcript.response_length + len(suffix) >= self._most:
             return Status.TRUNCATED
-        transcript.append_suffix(suffix, turn.metadata.get("image_files", ()))
+        transcript.append_suffix(suffix, turn.metadata.get(KEY, ()))
         return None
 
     async def _answer(self, call: Call) -> Answer:

@@ -48,7 +48,7 @@ def content(value: object) -> list[dict[str, str]] | None:
 def _is_part(item: object) -> bool:
     if isinstance(item, dict):
         kind = item.get("type")
-        return isinstance(item.get("text"), str) if kind == "text" else kind in KINDS and _source(item) is not None
+        return isinstance(item.get("text"), str) if kind == "text" else kind in KINDS and source(item) is not None
     return isinstance(item, str) or _is_picture(item)
 
 
@@ -56,9 +56,10 @@ def _is_picture(item: object) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" == "PIL.Image.Image" for kind in type(item).__mro__)
 
 
-def _source(part: dict[str, Any]) -> Any:
-    source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
-    return source.get("url") if isinstance(source, dict) else source
+def source(part: dict[str, Any]) -> Any:
+    """What a part has as its image, whatever the key; None if nothing."""
+    value = next((part[key] for key in SOURCES if part.get(key) is not None), None)
+    return value.get("url") if isinstance(value, dict) else value
 
 
 def _packed(item: Any) -> dict[str, str]:
@@ -66,14 +67,14 @@ def _packed(item: Any) -> dict[str, str]:
         return {"type": "text", "text": item}
     if isinstance(item, dict) and item["type"] == "text":
         return {"type": "text", "text": item["text"]}
-    source = _source(item) if isinstance(item, dict) else item
-    if _is_picture(source):
+    image = source(item) if isinstance(item, dict) else item
+    if _is_picture(image):
         file = io.BytesIO()
-        source.save(file, "PNG")
-        source = file.getvalue()
-    if isinstance(source, str | os.PathLike) and len(os.fspath(source)) < LONGEST_PATH and os.path.isfile(source):
-        with open(source, "rb") as opened:
-            source = opened.read()
-    if isinstance(source, bytes | bytearray):
-        source = f"data:;base64,{base64.b64encode(source).decode()}"
-    return {"type": "image", "image": str(source)}
+        image.save(file, "PNG")
+        image = file.getvalue()
+    if isinstance(image, str | os.PathLike) and len(os.fspath(image)) < LONGEST_PATH and os.path.isfile(image):
+        with open(image, "rb") as opened:
+            image = opened.read()
+    if isinstance(image, bytes | bytearray):
+        image = f"data:;base64,{base64.b64encode(image).decode()}"
+    return {"type": "image", "image": str(image)}

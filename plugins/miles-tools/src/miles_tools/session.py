@@ -8,6 +8,7 @@ that edits, drops or invents an earlier message, or changes its tools, is refuse
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import operator
 import time
@@ -19,8 +20,9 @@ import numpy as np
 
 from miles_core.errors import DataError, EngineError
 from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, call_engine
-from miles_core.types import Prompt, Sample, Status
+from miles_core.types import Drop, Prompt, Sample, Status
 from miles_tools.calls import Call, parse
+from miles_tools.images import KEY, filled, shown, shows
 from miles_tools.session_request import Asked, Message, Refused, for_template
 from miles_tools.transcript import Transcript
 
@@ -51,6 +53,14 @@ class Failure:
 
     reason: str
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a request adds: ids behind those that are there, or all that a conversation begins with, and images."""
+
+    ids: Sequence[int]
+    images: Sequence[str]
 
 
 CALLED_BACK = Failure("aborted", "the group was called back")
@@ -84,7 +94,9 @@ class Session:
         """Requests with sampling parameters that are not the run's."""
         self.engine_seconds = 0.0
         self.full = False
-        """Whether a request found no room in the context."""
+        """Whether a request found no room in the context, or an answer behind which nothing may stand."""
+        self._closed = False
+        """Whether the last answer ended with a token that would stand for an image."""
         self.failure: Failure | None = None
         self.error: Exception | None = None
         """What ends the run: the engine failed."""
@@ -119,8 +131,7 @@ class Session:
                           "conflict", again=True)
         self._busy = True
         try:
-            ids, new = self._next_ids(chat)
-            return await self._draw(chat, ids, new)
+            return await self._draw(chat, self._turn(chat))
         except Exception as error:
             if not isinstance(error, Refused):
                 self.error = error
@@ -151,37 +162,69 @@ class Session:
                                        "agent/ignored_parameters": float(self.ignored)}
         return self._generation.on_response(sample, last)
 
-    def _next_ids(self, chat: Asked) -> tuple[list[int], list[int]]:
-        """The ids that the engine is given, and those of them that this request adds to a begun conversation."""
+    def task_messages(self) -> list[Message]:
+        """The prompt for the agent, its images as data."""
+        messages = self._prompt.messages or ({"role": "user", "content": self._prompt.text},)
+        return filled(copy.deepcopy([dict(one) for one in messages]), self._prompt, self._generation)
+
+    def _turn(self, chat: Asked) -> _Turn:
+        """What a request adds, once it is rendered and there is room for an answer."""
         if self.failure is not None:
             raise self._over(self.failure)
+        begun = self._transcript.ids if self._transcript is not None else []
         try:
-            if self._transcript is None:
+            if not begun:
                 self._template = self._make_template(chat.tools)
-                ids = self._template.prompt(self._rendered(chat.messages), self.name)
-                suffix: list[int] = []
-            else:
-                new = self._rendered(self._continued(chat))
-                suffix = cast("Template", self._template).suffix(new, self._transcript.ids[-1])
-                ids = self._transcript.ids + suffix
+            template = cast("Template", self._template)  # made with the first request
+            new = self._continued(chat) if begun else chat.messages
+            images = [chat.images[name] for name in _images(new)]
+            if images and not shows(self._generation):
+                raise Refused(400, "a message has an image, and no plugin of this run shows images to the model; that "
+                                   "is --plugin vision")
+            rendered = for_template([self._rendered(message) for message in new])
+            text = template.suffix_text(rendered) if begun else template.text(rendered, self.name)
+            turn = self._shown(text, images)
         except DataError as error:
             raise Refused(400, f"the messages cannot be rendered: {error}") from error
-        if self._room(ids) < 1:
+        if begun:
+            turn = replace(turn, ids=template.joining(turn.ids, after=begun[-1]))
+        size = len(begun) + len(turn.ids)
+        if self._closed or self._room(size) < 1:
             self.full = True
-            raise Refused(400, f"{len(ids)} tokens leave no room for an answer: the context is {self._context}, and "
-                               f"after the prompt there may be {self.sampling.max_new_tokens}",
-                          "context_length_exceeded")
-        return ids, suffix
+            raise Refused(400, "the last answer ended with a token that would stand for an image, and nothing may "
+                               "follow it" if self._closed else
+                               f"{size} tokens leave no room for an answer: the context is {self._context}, and after "
+                               f"the prompt there may be {self.sampling.max_new_tokens}", "context_length_exceeded")
+        return turn
 
-    def _room(self, ids: list[int]) -> int:
-        begun = 0 if self._transcript is None else len(ids) - self._transcript.prompt_length
-        return min(self._context - len(ids), self.sampling.max_new_tokens - begun)
+    def _room(self, size: int) -> int:
+        """Tokens that are left for an answer to so many."""
+        begun = 0 if self._transcript is None else size - self._transcript.prompt_length
+        return min(self._context - size, self.sampling.max_new_tokens - begun)
 
-    def _rendered(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as the template takes them; a special token in one of them ends no turn."""
-        template = cast("Template", self._template)  # made with the first request
-        return [{**message, "content": template.harmless(message["content"])}
-                for message in for_template(messages)]
+    def _rendered(self, message: Message) -> Message:
+        """A message as the template takes it; a special token in its text ends no turn, and is no image."""
+        harmless = cast("Template", self._template).harmless
+        content = message["content"]
+        return {**message, "content": harmless(content) if isinstance(content, str) else [
+            {"type": "image"} if part["type"] == "image" else {"type": "text", "text": harmless(part["text"])}
+            for part in content]}
+
+    def _shown(self, text: str, images: Sequence[bytes]) -> _Turn:
+        """A rendered text as ids, in which images have their tokens."""
+        ids = tuple(cast("Template", self._template).encode(text))
+        turn = shown(replace(self._prompt, text=text, token_ids=ids, messages=None, metadata={}), images,
+                     self._generation)
+        if isinstance(turn, Drop):
+            raise self._over(Failure(turn.reason, turn.detail))
+        names = turn.metadata.get(KEY, ())
+        if self._transcript is None:
+            own = self._prompt.metadata.get(KEY, ())
+            if list(names[: len(own)]) != list(own):
+                raise Refused(400, f"the first request should begin with the {len(own)} images of the prompt, in their "
+                                   "order")
+            names = names[len(own):]
+        return _Turn(turn.token_ids, names)
 
     def _continued(self, chat: Asked) -> Sequence[Message]:
         """The messages that a request adds; a request that does not begin with what was there fails the session."""
@@ -212,14 +255,16 @@ class Session:
         return Refused(409, f"{failure.detail}. A conversation is only ever appended to here; this one has ended and "
                             "will not be trained on", "conflict")
 
-    async def _draw(self, chat: Asked, ids: list[int], suffix: list[int]) -> Completion:
-        generation, sampling, room = self._generation, self.sampling, self._room(ids)
+    async def _draw(self, chat: Asked, turn: _Turn) -> Completion:
+        generation, sampling, transcript = self._generation, self.sampling, self._transcript
+        ids = [*(transcript.ids if transcript is not None else ()), *turn.ids]
+        room = self._room(len(ids))
         bound = min(room, chat.max_tokens or room)
         request = generation.on_request(Request(
             id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self.turns}", input_ids=tuple(ids),
             sampling=replace(sampling, max_new_tokens=bound, min_new_tokens=min(sampling.min_new_tokens, bound),
                              stop=tuple(dict.fromkeys((*sampling.stop, *chat.stop)))),
-            key=generation.key(self._index, self.turns)))
+            key=generation.key(self._index, self.turns)), self._seen(turn))
         begin = time.monotonic()
         response = await call_engine(generation, request)
         self.engine_seconds += time.monotonic() - begin
@@ -228,20 +273,29 @@ class Session:
         if not len(response.output_ids):
             raise EngineError(f"the engine drew nothing for request {request.id}", code="engine-drew-nothing",
                               fix="look at the engine's log")
-        return self._commit(chat, ids, suffix, response)
+        # What a plugin lets an answer end with is nothing that anything may follow, such as an image's token.
+        ending = set(request.sampling.stop_token_ids) - set(sampling.stop_token_ids)
+        self._closed = int(response.output_ids[-1]) in ending
+        return self._commit(chat, turn, len(ids), response)
 
-    def _commit(self, chat: Asked, ids: list[int], suffix: list[int], response: Response) -> Completion:
+    def _seen(self, turn: _Turn) -> Prompt:
+        """The prompt with the images of all turns so far, this one's among them."""
+        before = [] if self._transcript is None else [name for _, name in self._transcript.images]
+        names = [*self._prompt.metadata.get(KEY, ()), *before, *turn.images]
+        return replace(self._prompt, metadata={**self._prompt.metadata, KEY: names}) if names else self._prompt
+
+    def _commit(self, chat: Asked, turn: _Turn, prompt_tokens: int, response: Response) -> Completion:
         if self._transcript is None:
-            self._transcript, self._tools = Transcript.begin(ids), chat.tools
+            self._transcript, self._tools = Transcript.begin(turn.ids, turn.images), chat.tools
         else:
-            self._transcript.append_suffix(suffix)
+            self._transcript.append_suffix(turn.ids, turn.images)
         self._transcript.append_drawn(response)
         message, called = self._message(chat, response)
         self.messages = [*chat.messages, message]
         self._last, self.turns = response, self.turns + 1
         self.ignored += bool(chat.ignored)
         reason = "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
-        return Completion(message, reason, len(ids), len(response.output_ids), self.turns - 1)
+        return Completion(message, reason, prompt_tokens, len(response.output_ids), self.turns - 1)
 
     def _message(self, chat: Asked, response: Response) -> tuple[Message, bool]:
         """The answer as a message, without its end token and the stop text; whether it calls tools."""
@@ -272,3 +326,9 @@ class Session:
             prompt=self._prompt, index=self._index, status=status, metadata=metadata,
             columns={"tokens": np.array(self._prompt.token_ids, np.int32), "loss_mask": np.zeros(0, np.uint8),
                      "rollout_log_probs": np.zeros(0, np.float32), "versions": np.zeros(0, np.int32)})  # fmt: skip
+
+
+def _images(messages: Sequence[Message]) -> list[str]:
+    """Names of their images, in order."""
+    return [part["image"] for message in messages if isinstance(message["content"], list)
+            for part in message["content"] if part["type"] == "image"]

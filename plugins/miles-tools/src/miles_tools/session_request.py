@@ -7,12 +7,16 @@ refused.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.stages.rollout import SamplingParams
 from miles_tools.foreign import loads
+from miles_tools.parts import source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NEUTRAL = {"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
@@ -49,6 +53,7 @@ class Asked:
         max_tokens: most tokens of the answer; None for the run's bound.
         stream, include_usage: whether the answer is a stream of events, and whether the last one counts tokens.
         ignored: sampling parameters that the run does not follow.
+        images: files of the messages' images by the names that stand for them there, SHA-256.
     """
 
     messages: tuple[Message, ...]
@@ -59,6 +64,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def parse(body: bytes, sampling: SamplingParams) -> Asked:
@@ -78,26 +84,31 @@ def parse(body: bytes, sampling: SamplingParams) -> Asked:
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages should be a list of at least one message")
     bounds = [_count(data, key) for key in ("max_tokens", "max_completion_tokens") if data.get(key) is not None]
-    options = data.get("stream_options") or {}
+    options, images = data.get("stream_options") or {}, dict[str, bytes]()
     return Asked(
-        messages=tuple(readable(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        messages=tuple(readable(message, f"messages[{i}]", images) for i, message in enumerate(messages)),
+        images=images,
         tools=_tools(data.get("tools") or []), calls=data.get("tool_choice") != "none",
         stop=_stop(data.get("stop")), max_tokens=min(bounds, default=None),
         stream=bool(data.get("stream")), ignored=_ignored(data, sampling),
         include_usage=isinstance(options, dict) and bool(options.get("include_usage")))  # fmt: skip
 
 
-def readable(message: object, where: str) -> Message:
+def readable(message: object, where: str, images: dict[str, bytes]) -> Message:
     """A message in one form: text as a string, no key without a value; what a client adds to it does not matter.
 
-    An assistant's message is its content and its tool calls, whose arguments are text.
+    Content with images is a list of parts, {"type": "text", "text": TEXT} and {"type": "image", "image": NAME}. An
+    assistant's message is its content and its tool calls, whose arguments are text.
+
+    Args:
+        images: gets the files of its images by name.
 
     Raises:
-        Refused: 400, an unknown role, content that is no text, or malformed tool calls.
+        Refused: 400, an unknown role, content that is neither text nor images, or malformed tool calls.
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(400, f"{where} should be an object with a role: {', '.join(ROLES)}")
-    cleaned: Message = {"role": message["role"], "content": _text(message.get("content"), where)}
+    cleaned: Message = {"role": message["role"], "content": _content(message.get("content"), where, images)}
     if message["role"] == "assistant":
         if message.get("function_call"):
             raise Refused(400, f"{where} has a function_call; write tool_calls")
@@ -108,14 +119,25 @@ def readable(message: object, where: str) -> Message:
                       if key not in cleaned and value not in (None, [], {})}
 
 
-def _text(content: object, where: str) -> str:
-    if isinstance(content, list):
-        parts: list[Any] = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-                 for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
-    if content is not None and not isinstance(content, str):
-        raise Refused(400, f"the content of {where} is not text, and a session has nothing else")
-    return content or ""
+def _content(content: object, where: str, images: dict[str, bytes]) -> str | list[dict[str, str]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [_part(part, where, images) for part in (content if isinstance(content, list) else [None])]
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _part(part: object, where: str, images: dict[str, bytes]) -> dict[str, str]:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+        raise Refused(400, f"the content of {where} is neither text nor images, and a session has nothing else")
+    try:
+        data = base64.b64decode(re.sub(r"^data:[^,]*,", "", source(part)), validate=True)
+    except (TypeError, ValueError):
+        raise Refused(400, f"an image of {where} is not base64, and nothing is fetched or opened: send it as "
+                           "data:image/png;base64,...") from None
+    images[name := hashlib.sha256(data).hexdigest()] = data
+    return {"type": "image", "image": name}
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

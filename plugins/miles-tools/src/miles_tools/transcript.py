@@ -31,7 +31,7 @@ class Transcript:
         log_probs: [R] of each drawn token; 0 for a suffix.
         versions: [R] weight version of each drawn token; a suffix has that of the token before it.
         figures: sums of the numbers that engine calls reported, and how many reported each.
-        images: of the suffixes: how many ids after the prompt came before, and a name in the run's folder of images.
+        images: beside the row's: how many ids after the prompt came before, and a name in the run's folder of images.
     """
 
     ids: list[int]
@@ -43,9 +43,9 @@ class Transcript:
     images: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, prompt_ids: Sequence[int]) -> Transcript:
-        """A conversation of which nothing but the prompt is there."""
-        return cls(list(prompt_ids), len(prompt_ids))
+    def begin(cls, prompt_ids: Sequence[int], images: Sequence[str] = ()) -> Transcript:
+        """A conversation of which nothing but the prompt is there, and names of images that its row does not have."""
+        return cls(list(prompt_ids), len(prompt_ids), images=[(0, name) for name in images])
 
     @classmethod
     def resume(cls, begun: Sample) -> Transcript:

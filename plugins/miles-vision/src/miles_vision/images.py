@@ -111,6 +111,15 @@ def opened(data: bytes, most: int | None = None) -> Image:
         raise ImageUnusable("image_damaged", f"{type(error).__name__}: {error}") from error
 
 
+def as_url(data: bytes) -> str:
+    """A file of an image as OpenAI's clients send it."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        kind = Image.MIME.get(image.format or "", "image/png")
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def _bytes(source: object, folders: Sequence[Path]) -> bytes:
     value: Any = source
     if isinstance(value, dict):

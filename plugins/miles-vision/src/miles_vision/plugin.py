@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -86,6 +86,11 @@ class Vision:
     def show_images(self, prompt: Prompt, images: Sequence[object]) -> Prompt | Drop:
         """For generators of several turns, whose tools return images."""
         return self._prepares().show(prompt, images)
+
+    @hookimpl
+    def fill_images(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> Sequence[Mapping[str, Any]]:
+        """For agents, whose clients send images as data."""
+        return self._prepares().fill(messages, prompt)
 
     @hookimpl
     def generate_request(self, request: Request, prompt: Prompt) -> Request:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from miles_core.build import load_tokenizer
 from miles_core.config import RunConfig
@@ -13,7 +14,7 @@ from miles_core.errors import DataError
 from miles_core.stages.prompts import render
 from miles_core.types import Drop, Prompt, Sample
 from miles_vision import processor
-from miles_vision.images import ImageStore, ImageUnusable, opened, read, sources
+from miles_vision.images import ImageStore, ImageUnusable, as_url, opened, read, sources
 
 KEY = "image_files"
 """In the metadata of a prompt, and of a sample for its later turns: names of images in the run's folder."""
@@ -78,6 +79,18 @@ class Preparation:
         except ImageUnusable as error:
             return Drop(error.reason, f"{where}: {error.detail}")
         return self._shown(prompt, files, where)
+
+    def fill(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> list[dict[str, Any]]:
+        """See the hook fill_images.
+
+        Raises:
+            DataError: an image that the prompt names is not in the run's folder.
+        """
+        files = iter([self._store.get(name) for name in names_of(prompt)])
+        return [{**message, "content": [
+            {"type": "image_url", "image_url": {"url": as_url(next(files))}} if part["type"] == "image" else part
+            for part in message["content"]] if isinstance(message["content"], list) else message["content"]}
+            for message in messages]
 
     def _shown(self, prompt: Prompt, files: Sequence[bytes], where: str) -> Prompt | Drop:
         """The prompt with the tokens of these files in its ids, and their names; its text has a token for each."""

@@ -1,6 +1,6 @@
-"""pytest fixtures that tests of trainer plugins share; a conftest.py imports those that it wants.
+"""pytest fixtures that tests of trainer plugins share; the conftest.py of the root loads them.
 
-    from miles_megatron.testing.fixtures import convert, one, two  # noqa: F401
+    pytest_plugins = ["miles_megatron.testing.fixtures"]
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from miles_megatron.testing.ranks import Ranks
+from miles_megatron.testing.ranks import Ranks, by_size
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """size -> Ranks, started when first asked for: what they import, all tests of this process have once."""
+    with by_size() as started:
+        yield started
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two of them."""
-    with Ranks(2) as ranks:
-        yield ranks
+@pytest.fixture(scope="session")
+def one(ranks_of: Callable[[int], Ranks]) -> Ranks:
+    """One rank."""
+    return ranks_of(1)
+
+
+@pytest.fixture(scope="session")
+def two(ranks_of: Callable[[int], Ranks]) -> Ranks:
+    """Two ranks."""
+    return ranks_of(2)
 
 
 @pytest.fixture

@@ -1,0 +1,39 @@
+"""Images of a conversation, in a prompt or in what a turn adds: a plugin shows them to the model, or nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from miles_core.errors import ConfigError
+from miles_core.stages.rollout import Generation
+from miles_core.types import Drop, Prompt
+
+KEY = "image_files"
+"""In the metadata of prompts and samples: names in the run's folder of images, which are SHA-256 of the files."""
+
+
+def shows(generation: Generation) -> bool:
+    """Whether a plugin of the run shows images."""
+    return hasattr(generation.hooks, "show_images")
+
+
+def shown(prompt: Prompt, images: Sequence[object], generation: Generation) -> Prompt | Drop:
+    """The prompt, or what a turn adds to it, with the tokens of its images; see the hook show_images.
+
+    Raises:
+        ConfigError: there are images, and no plugin of the run shows any.
+    """
+    if shows(generation):
+        return cast("Prompt | Drop", generation.hooks.show_images(prompt, images))
+    if images:
+        raise ConfigError("a tool returned an image, which no plugin of the run shows to the model",
+                          code="tool-image-unseen", who=f"{prompt.stream} row {prompt.row}",
+                          fix="--plugin vision with a model that reads images, or let the tool return text")
+    return prompt
+
+
+def filled(messages: Sequence[dict[str, Any]], prompt: Prompt, generation: Generation) -> list[dict[str, Any]]:
+    """A prompt's messages for a program outside of the run; see the hook fill_images."""
+    fill = getattr(generation.hooks, "fill_images", None)
+    return list(messages if fill is None else fill(messages, prompt))
