@@ -191,7 +191,8 @@ def _host(selected: Sequence[Selected], parts: Parts, placement: Placement) -> H
     perf, config = parts.config.perf, parts.config
     if perf.placement == "local" and perf.trainer_host == "thread":
         os.environ.update(placement.environment)
-        import torch.distributed.checkpoint  # noqa: F401 - trainer and engine both do: one would see it half imported
+        if config.checkpoint.save or config.checkpoint.load:  # trainer and engine import it: one would see half of it
+            import torch.distributed.checkpoint  # noqa: F401
 
         hooks = bind.bind(selected, config, "trainer")
         bind.check_roles_apart([parts.driver, parts.rollout, hooks])

@@ -103,7 +103,7 @@ def test_a_plugin_file_may_import_megatron_at_its_top(tmp_path):
 
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy",
-         "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.cpp_extension")
+         "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.cpp_extension", "wandb")
 
 
 @pytest.mark.skipif(not cpu.no_cuda(), reason="with CUDA these are wanted")
@@ -114,6 +114,8 @@ def test_the_trainer_imports_nothing_that_it_does_not_use():
         "weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)\n"
         "optimizer = AdamW([{'params': [weight]}], lr=0.1)\n"
         "optimizer.step(); optimizer.zero_grad(); optimizer.state_dict()\n"
+        "for wanted in (True, False):\n"
+        "    cpu.deterministic(wanted); assert torch.are_deterministic_algorithms_enabled() is wanted\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,

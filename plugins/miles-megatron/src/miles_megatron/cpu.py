@@ -144,6 +144,9 @@ RULES = (
     Rule("tensorboard", re.compile(r"(    )from torch\.utils\.tensorboard import SummaryWriter\n"),
          r'\1raise ImportError("left out: miles keeps its own metrics")\n', no_cuda,
          "Megatron's timers could write there, and importing it costs 0.1 s", "megatron.core.timers"),
+    Rule("wandb", re.compile(r"(    )import wandb(?: .*)?\n"),
+         r'\1raise ImportError("left out: miles keeps its own metrics")\n', always,
+         "Megatron's timers and inference could write there, and importing it costs half a second"),
     Rule("adam", re.compile(r"adam_cls = torch\.optim\.AdamW if"),
          "from miles_megatron.adam import AdamW\n\n                adam_cls = AdamW if", no_fused_adam,
          "torch's own loops over the parameters, and imports dynamo (1 CPU s, 70 MiB)", "megatron.core.optimizer"),
@@ -275,7 +278,10 @@ def deterministic(wanted: bool) -> None:
 
     Memory that is not written to stays as it is: filling it would hide no difference and cost time.
     """
-    torch.use_deterministic_algorithms(wanted)
+    if no_cuda():  # the same for kernels; the other function imports dynamo and inductor (0.6 CPU s, 70 MiB)
+        torch.set_deterministic_debug_mode("error" if wanted else "default")
+    else:
+        torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = not wanted
 
 
