@@ -97,7 +97,7 @@ def material(folder: Path) -> None:
         shutil.copy(ROOT / "examples/arithmetic" / name, folder)
 
 
-COSTLY = ("bench/convert_memory.py", "tests/gpu/trainer_speed.py")
+COSTLY = ("bench/convert_memory.py", "tests/gpu/trainer_speed.py", "tests/gpu/offload_speed.py")
 """These measure even the smallest piece of work in processes of their own."""
 
 
