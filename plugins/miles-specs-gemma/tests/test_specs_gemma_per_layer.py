@@ -76,7 +76,7 @@ def test_adapters_train_in_layers_that_lend_and_borrow(folder, tmp_path):
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if "_proj.weight" in name}
+    assert moved == {name for name in before if name.endswith("_proj.weight")}
 
 
 LAYOUTS = {
