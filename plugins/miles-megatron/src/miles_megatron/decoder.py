@@ -59,9 +59,9 @@ class Decoder:
         linear_bias: every projection has one.
         fused_qkv: the checkpoint keeps q, k and v as one tensor.
         fused_gate_up: the checkpoint keeps gate and up as one tensor.
-        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap, reshape, beside_embedding:
-            see ModelSpec.
+        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap: see ModelSpec.
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
+        reshape, beside_embedding: functions that make what nothing here describes: see ModelSpec.
         constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
         mlp: rules of the MLPs where they are neither these nor one dense MLP per layer.

@@ -21,13 +21,13 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 class LayersOwnAttention(SelfAttention):
     """Megatron's, by what `attention` says of its heads and values; see specs.Attention.
 
-    Where keys are values, `linear_qkv` gives a group's queries and its key, [T, b, groups x (n / groups + 1) x d]; where
-    keys are another layer's, queries alone.
+    Where keys are values, `linear_qkv` gives a group's queries and its key, [T, b, groups x (n / groups + 1) x d];
+    where keys are another layer's, queries alone.
     """
 
     lent: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Keys, before the rope, and values, [T, b, groups, d] of this rank's heads: what a layer that lends leaves here, and
-    what one that borrows looks for."""
+    """Keys, before the rope, and values, [T, b, groups, d] of this rank's heads: what a layer that lends leaves here,
+    and what one that borrows looks for."""
 
     def __init__(self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, *args,
                  attention: Attention, **kwargs):  # fmt: skip

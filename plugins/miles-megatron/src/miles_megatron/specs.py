@@ -128,9 +128,9 @@ class ModelSpec:
         reshape: changes a layer that is otherwise put together, where nothing above says how it differs. Called with
             (config, its ModuleSpec, its Attention, whether its MLP is a mixture, modules), all of module_specs.py. A
             function of a module, which may import torch when it is called.
-        beside_embedding: makes a module of the first stage, `beside_embedding` of the model, from (config, modules). It is
-            called with token ids [b, T] and their embeddings [t, b, H], t = T / tensor with sequence parallelism, and
-            gives what the first layer sees: wider rows, where the family's layers take these apart.
+        beside_embedding: makes a module of the first stage, `beside_embedding` of the model, from (config, modules). It
+            is called with token ids [b, T] and their embeddings [t, b, H], t = T / tensor with sequence parallelism,
+            and gives what the first layer sees: wider rows, where the family's layers take these apart.
     """
 
     constants: Mapping[str, object]

@@ -55,7 +55,7 @@ def gemma4_text(hf: Any) -> Decoder:
 
     Raises:
         ConfigError: biases, attention to later tokens of text, another activation, an unknown scaling of the rope;
-            experts in a model with one of the latter two.
+            experts in a model with one of the latter two; upper layers of a kind that no lower layer is of.
     """
     refuse(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
     if hf.use_bidirectional_attention != "vision":  # which leaves text as it is
@@ -76,6 +76,8 @@ def _handed_up(hf: Any, decoder: Decoder) -> Decoder:
     """With what layers hand up to each other: further embeddings, and keys and values."""
     layers, width = tuple(range(hf.num_hidden_layers)), hf.hidden_size_per_layer_input or 0
     attention, upper = decoder.attention, hf.num_hidden_layers - (hf.num_kv_shared_layers or 0)
+    if not {*attention[upper:]} <= {*attention[:upper]}:  # no lower layer has their keys
+        refuse(hf, num_kv_shared_layers=0)
     lenders = sorted({max(layer for layer in layers[:upper] if attention[layer] == one) for one in attention[upper:]})
     shared = tuple(replace(one, lends=layer in lenders, borrows=layer >= upper) for layer, one in enumerate(attention))
     rules = list(dense_mlp(layers))

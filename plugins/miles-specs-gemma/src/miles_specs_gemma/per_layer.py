@@ -1,9 +1,9 @@
 """Gemma 4 E2B and E4B: further embeddings of the tokens, one for each layer, and layers that attend to the keys and
 values of lower ones.
 
-Both are handed up from layer to layer in the argument of Megatron's layers for what decoders attend to, `context`, which
-recomputation keeps and differentiates. Its rows are this rank's, [t, b, channels]: the embeddings for the layers that
-follow, then keys and values of those that lend theirs. From stage to stage it lies behind the hidden states.
+Both are handed up from layer to layer in the argument of Megatron's layers for what decoders attend to, `context`,
+which recomputation keeps and differentiates. Its rows are this rank's, [t, b, channels]: the embeddings for the layers
+that follow, then keys and values of those that lend theirs. From stage to stage it lies behind the hidden states.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 
 def reshape(config: TransformerConfig, layer: ModuleSpec, attention: Attention, sparse: bool, modules: Any, *,
             width: int, lenders: tuple[Attention, ...], widening: int) -> None:
-    """A layer becomes a `Layer`; see ModelSpec.reshape.
+    """A layer becomes a `ContextLayer`; see ModelSpec.reshape.
 
     Args:
         width: channels of a layer's further embedding; 0 for none.
         lenders: of the layers that lend keys and values, in their order.
         widening: by how much the MLP of a layer that borrows is wider.
     """
-    layer.module = Layer
+    layer.module = ContextLayer
     layer.params = {"modules": modules, "width": width, "lenders": lenders,
                     "widening": widening if attention.borrows else 1}
 
 
-class Layer(TransformerLayer):
+class ContextLayer(TransformerLayer):
     """Megatron's, which takes its part of `context`, or adds to it.
 
     Args:
@@ -99,7 +99,8 @@ class PerLayerInput(MegatronModule):
 
     def __init__(self, config: TransformerConfig, width: int, modules: Any):
         super().__init__(config)
-        self.gate, self.projection = _whole(config, config.hidden_size, width), _whole(config, width, config.hidden_size)
+        self.gate = _whole(config, config.hidden_size, width)
+        self.projection = _whole(config, width, config.hidden_size)
         self.norm = modules.norm(config, config.hidden_size, config.layernorm_epsilon)
         self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype))
 
