@@ -55,7 +55,8 @@ def gemma4_text(hf: Any) -> Decoder:
 
     Raises:
         ConfigError: biases, attention to later tokens of text, another activation, an unknown scaling of the rope;
-            experts in a model with one of the latter two; upper layers of a kind that no lower layer is of.
+            experts in a model with further embeddings; keys of lower layers in one without, or where no lower layer
+            is of the kind.
     """
     refuse(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
     if hf.use_bidirectional_attention != "vision":  # which leaves text as it is
@@ -66,34 +67,34 @@ def gemma4_text(hf: Any) -> Decoder:
         activation="gelu_pytorch_tanh", qk_norm=True, softmax_scale=1.0, layer_scalar=True,
         embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
     )  # fmt: skip
-    if getattr(hf, "hidden_size_per_layer_input", 0) or getattr(hf, "num_kv_shared_layers", 0):
+    if getattr(hf, "hidden_size_per_layer_input", 0):
         refuse(hf, enable_moe_block=False)
         return _handed_up(hf, decoder)
+    refuse(hf, num_kv_shared_layers=0)  # transformers computes them with these embeddings alone
     return _side_by_side(hf, decoder) if getattr(hf, "enable_moe_block", False) else decoder
 
 
 def _handed_up(hf: Any, decoder: Decoder) -> Decoder:
     """With what layers hand up to each other: further embeddings, and keys and values."""
-    layers, width = tuple(range(hf.num_hidden_layers)), hf.hidden_size_per_layer_input or 0
+    layers, width = tuple(range(hf.num_hidden_layers)), hf.hidden_size_per_layer_input
     attention, upper = decoder.attention, hf.num_hidden_layers - (hf.num_kv_shared_layers or 0)
     if not {*attention[upper:]} <= {*attention[:upper]}:  # no lower layer has their keys
         refuse(hf, num_kv_shared_layers=0)
     lenders = sorted({max(layer for layer in layers[:upper] if attention[layer] == one) for one in attention[upper:]})
     shared = tuple(replace(one, lends=layer in lenders, borrows=layer >= upper) for layer, one in enumerate(attention))
-    rules = list(dense_mlp(layers))
-    if width:
-        rules += [Rule(f"decoder.layers.{{layer}}.per_layer_input.{ours}", (f"model.layers.{{layer}}.{theirs}",),
-                       layers=layers) for ours, theirs in _PER_LAYER.items()]
-        rules += [Rule(f"beside_embedding.{ours}.weight", (f"model.{theirs}.weight",))
-                  for ours, theirs in _BESIDE_EMBEDDING.items()]
+    rules = (*dense_mlp(layers),
+             *(Rule(f"decoder.layers.{{layer}}.per_layer_input.{ours}", (f"model.layers.{{layer}}.{theirs}",),
+                    layers=layers) for ours, theirs in _PER_LAYER.items()),
+             *(Rule(f"beside_embedding.{ours}.weight", (f"model.{theirs}.weight",))
+               for ours, theirs in _BESIDE_EMBEDDING.items()))
     # Files may have what upper layers would make keys and values with.
     unused = tuple(f"model.layers.{layer}.self_attn.{part}" for layer in layers[upper:]
                    for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm."))
     return replace(
-        decoder, attention=shared, mlp=tuple(rules), layer_scalar=not width, carried=unused,
+        decoder, attention=shared, mlp=rules, layer_scalar=False, carried=unused,
         reshape=functools.partial(_hand_up, width=width, lenders=tuple(shared[layer] for layer in lenders),
                                   widening=2 if hf.use_double_wide_mlp else 1),
-        beside_embedding=functools.partial(_embed, vocab=hf.vocab_size_per_layer_input, width=width) if width else None,
+        beside_embedding=functools.partial(_embed, vocab=hf.vocab_size_per_layer_input, width=width),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def reshape(config: TransformerConfig, layer: ModuleSpec, attention: Attention, 
     """A layer becomes a `ContextLayer`; see ModelSpec.reshape.
 
     Args:
-        width: channels of a layer's further embedding; 0 for none.
+        width: channels of a layer's further embedding.
         lenders: of the layers that lend keys and values, in their order.
         widening: by how much the MLP of a layer that borrows is wider.
     """
@@ -54,7 +54,7 @@ class ContextLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, *args, vp_stage=vp_stage, **kwargs)
         self.width, self.lenders = width, lenders
         self.last = layer_number == get_num_layers_to_build(config, vp_stage=vp_stage)
-        self.per_layer_input = PerLayerInput(config, width, modules) if width else None
+        self.per_layer_input = PerLayerInput(config, width, modules)
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor | None = None, **kwargs: Any
                 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -71,8 +71,7 @@ class ContextLayer(TransformerLayer):
         if mixer.attention.lends:
             rows = (x.flatten(2).unflatten(0, (len(context), -1)).transpose(1, 2).flatten(2) for x in lent)
             context = torch.cat([context, *rows], -1)
-        if self.per_layer_input is not None:
-            hidden_states = self.per_layer_input(hidden_states, own)
+        hidden_states = self.per_layer_input(hidden_states, own)
         if self.last and self.layer_number < self.config.num_layers:
             hidden_states = torch.cat([hidden_states, context], -1)
         return hidden_states, None if self.last else context
