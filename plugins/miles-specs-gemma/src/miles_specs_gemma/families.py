@@ -77,7 +77,8 @@ def gemma4_text(hf: Any) -> Decoder:
 def _handed_up(hf: Any, decoder: Decoder) -> Decoder:
     """With what layers hand up to each other: further embeddings, and keys and values."""
     layers, width = tuple(range(hf.num_hidden_layers)), hf.hidden_size_per_layer_input
-    attention, upper = decoder.attention, hf.num_hidden_layers - (hf.num_kv_shared_layers or 0)
+    attention = tuple(one for one in decoder.attention if one is not None)
+    upper = hf.num_hidden_layers - (hf.num_kv_shared_layers or 0)
     if not {*attention[upper:]} <= {*attention[:upper]}:  # no lower layer has their keys
         refuse(hf, num_kv_shared_layers=0)
     lenders = sorted({max(layer for layer in layers[:upper] if attention[layer] == one) for one in attention[upper:]})

@@ -138,7 +138,8 @@ class PerLayerEmbedding(MegatronModule):
 def _whole(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
     """A projection that every tensor-parallel rank has whole; with sequence parallelism it sees that rank's rows."""
     linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype)
-    linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+    weight: Any = linear.weight  # Megatron reads attributes of it
+    weight.sequence_parallel = config.sequence_parallel
     return linear
 
 
