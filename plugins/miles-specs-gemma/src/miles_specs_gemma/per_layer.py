@@ -86,7 +86,8 @@ class ContextLayer(TransformerLayer):
         sizes = [2 * times * groups * size for times, groups, size in shapes]
         behind = context.shape[-1] - sum(sizes[first:])
         both = context[..., behind:behind + sizes[first]].chunk(2, -1)
-        key, value = (x.unflatten(2, shapes[first]).transpose(1, 2).flatten(0, 1) for x in both)
+        # Whole rows side by side, as kernels want them.
+        key, value = (x.unflatten(2, shapes[first]).transpose(1, 2).flatten(0, 1).contiguous() for x in both)
         return key, value
 
 
