@@ -34,6 +34,11 @@ KINDS = {
                     "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
                     "rms_norm_eps": 1e-2, "initializer_range": 0.1,
                     "hidden_size_per_layer_input": 0},  # heads that differ from layer to layer
+    "gemma4_text E2B": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                        "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8, "global_head_dim": 32,
+                        "rms_norm_eps": 1e-2, "initializer_range": 0.1, "hidden_size_per_layer_input": 16,
+                        "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+                        "use_double_wide_mlp": True},  # layers without keys of their own, a token's embedding in each
     "glm4": {"head_dim": 16},  # norms after attention and MLP, partial rotary embedding
     "starcoder2": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # other names on disk, experts stacked in memory
@@ -51,7 +56,7 @@ UNKNOWN = {"bloom": "cannot decode", "lfm2": "layer_types"}
 def build(kind, folder, seed=0):
     """Write a random checkpoint; returns its transformers model."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**TINY, **KINDS.get(kind, {})})
+    config = AutoConfig.for_model(kind.partition(" ")[0], **{**TINY, **KINDS.get(kind, {})})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -51,7 +51,8 @@ def test_the_memory_plan_counts_every_matrix(folder):
     assert sum(estimate.parameters(model, 2, True, True)) == own + norms
 
 
-@pytest.mark.parametrize(("name", "widths"), [("Gemma 4, text", 6), ("Gemma 4, text, with experts", 9)])
+@pytest.mark.parametrize(("name", "widths"), [("Gemma 4, text", 6), ("Gemma 4, text, with experts", 9),
+                                              ("Gemma 4, text, with embeddings for every layer", 8)])
 def test_a_layer_keeps_what_the_plan_counts(name, widths):
     """Tensors as wide as a token, of one size with no other: what four layers keep beyond two."""
     assert (widths_kept(CASES[name], 4) - widths_kept(CASES[name], 2)) / 2 == widths
@@ -60,7 +61,7 @@ def test_a_layer_keeps_what_the_plan_counts(name, widths):
 def widths_kept(case, layers):
     cpu.initialize()
     kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
-    odd = {"num_hidden_layers": layers, "layer_types": kinds, "hidden_size": 56}
+    odd = {"num_hidden_layers": layers, "layer_types": kinds, "hidden_size": 56, "num_kv_shared_layers": 0}
     hf, kept = random_model(replace(case, config=case.config | odd)).config, {}
     spec, tokens = gemma4_text(hf).spec(), torch.arange(3, 93)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from miles_megatron.decoder import DecoderFamily, LayerNorms
 from miles_megatron.testing.parity import TINY, cases, model_parity
 from miles_specs_gemma.families import gemma2, gemma3_text, gemma4_text
@@ -13,6 +14,7 @@ from miles_core.errors import ConfigError
 
 ALL = cases(Path(__file__).with_name("parity.toml"))
 CASES = {case.family: case for case in reversed(ALL)}
+PER_LAYER = next(case for case in ALL if case.name == "Gemma 4, text, with embeddings for every layer")
 EXPERTS = next(case for case in ALL if case.name == "Gemma 4, text, with experts")
 
 
@@ -108,8 +110,49 @@ def test_a_router_without_norm_or_scales_is_noticed(method, tmp_path, monkeypatc
         model_parity(EXPERTS, tmp_path).check()
 
 
+def lent_by(layer):
+    """In the place of the layer that lends to others with a window."""
+    def change(made):
+        shared = [replace(one, lends=number in (1, layer)) for number, one in enumerate(made.attention)]
+        return {"attention": tuple(shared)}
+
+    return change
+
+
+def test_further_embeddings_do_not_need_shared_keys(tmp_path):
+    model_parity(replace(PER_LAYER, config=PER_LAYER.config | {"num_kv_shared_layers": 0}), tmp_path).check()
+
+
+WRONG_PER_LAYER = {
+    "keys and values of a lower layer than the last": lent_by(0),
+    "no further embedding": lambda made: {"beside_embedding": lambda *model: Plain(made.beside_embedding(*model))},
+}
+
+
+class Plain(torch.nn.Module):
+    """Further embeddings that are what the projection makes of the first alone."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.tokens, self.projection, self.norm, self.inner = inner.tokens, inner.projection, inner.norm, [inner]
+
+    def forward(self, input_ids, embedded):
+        return self.inner[0](torch.zeros_like(input_ids), embedded)
+
+
+@pytest.mark.parametrize("wrong", WRONG_PER_LAYER)
+def test_a_wrong_part_of_e2b_is_noticed(wrong, tmp_path):
+    def describe(hf):
+        made = gemma4_text(hf)
+        return replace(made, **WRONG_PER_LAYER[wrong](made))
+
+    with pytest.raises(AssertionError, match="embeddings for every layer: logits differ"):
+        model_parity(PER_LAYER, tmp_path, DecoderFamily(describe)).check()
+
+
 @pytest.mark.parametrize("change", [
-    {"hidden_size_per_layer_input": 256}, {"num_kv_shared_layers": 2}, {"attention_bias": True},
+    {"enable_moe_block": True, "hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 2}, {"attention_bias": True},
+    {"num_kv_shared_layers": 4, "hidden_size_per_layer_input": 8},
     {"use_bidirectional_attention": "all"}, {"hidden_activation": "silu"}], ids=lambda change: next(iter(change)))
 def test_variants_of_gemma_4_that_are_not_modelled_are_refused(change):
     from transformers import AutoConfig

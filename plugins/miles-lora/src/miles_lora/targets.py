@@ -21,9 +21,9 @@ OPTIONAL = "lora"
 
 PEFT = "base_model.model."
 """Before the names of PEFT's tensors."""
-LINEAR = re.compile(r"_proj|^w[123]$")
+LINEAR = re.compile(r"^(?!per_layer_).*_proj|^w[123]$")
 """Last words of the names of linear layers, in the families that there are; routers and norms have others: Gemma 4's
-router is called proj alone."""
+router is called proj alone. What puts its further embeddings into layers, per_layer_projection, gets no adapter."""
 _ADAPTER = re.compile(re.escape(PEFT) + r"(.+)\.lora_([AB])\.weight")
 
 

@@ -59,8 +59,9 @@ class Decoder:
         linear_bias: every projection has one.
         fused_qkv: the checkpoint keeps q, k and v as one tensor.
         fused_gate_up: the checkpoint keeps gate and up as one tensor.
-        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap, reshape: see ModelSpec.
+        activation, residual_scale, layer_scalar, embedding_scale, logit_scale, logit_softcap: see ModelSpec.
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
+        reshape, beside_embedding: functions that make what nothing here describes: see ModelSpec.
         constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
         mlp: rules of the MLPs where they are neither these nor one dense MLP per layer.
@@ -87,6 +88,7 @@ class Decoder:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     reshape: Callable[..., None] | None = None
+    beside_embedding: Callable[..., object] | None = None
     constants: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class Decoder:
             pre_norms=self.norms.before_attention is not None, post_norms=self.norms.after_mlp is not None,
             residual_scale=self.residual_scale, layer_scalar=self.layer_scalar,
             embedding_scale=self.embedding_scale, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
-            reshape=self.reshape,
+            reshape=self.reshape, beside_embedding=self.beside_embedding,
             also={**({} if self.mixture is None else self.mixture.also), **self.also},
         )  # fmt: skip
 
@@ -175,7 +177,9 @@ class Decoder:
         if self.qkv_bias or self.linear_bias:
             mixing += self._qkv("bias", layers)
         if self.qk_norm or self.wide_qk_norm:
-            mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
+            own = tuple(layer for layer in layers if not self.attention[layer].borrows)
+            mixing += [Rule(f"{_OURS}self_attention.{x}_layernorm.weight", (f"{_THEIRS}self_attn.{x}_norm.weight",),
+                            layers=which) for x, which in (("q", layers), ("k", own))]
         if any(one.sinks for one in self._mixers):
             mixing.append(same("self_attention.core_attention.sinks", "self_attn.sinks"))
         mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
@@ -200,8 +204,8 @@ class Decoder:
         if self.fused_qkv:
             heads, groups = self.hf.num_attention_heads, self.hf.num_key_value_heads
             return [Rule(ours, (f"{theirs}qkv_proj.{kind}",), "qkv_stacked", layers, sections=(heads, groups, groups))]
-        return [Rule(ours, tuple(f"{theirs}{part}_proj.{kind}" for part in parts), "qkv", tuple(those),
-                     head_dim=head_dim, groups=groups)
+        return [Rule(ours, tuple(f"{theirs}{part}_proj.{kind}" for part in parts), "same" if parts == "q" else "qkv",
+                     tuple(those), head_dim=head_dim, groups=groups)
                 for (parts, head_dim, groups), those in self._alike(layers).items()]
 
     def _alike(self, layers: Iterable[int]) -> dict[tuple[str, int | None, int | None], list[int]]:
@@ -209,7 +213,8 @@ class Decoder:
         kinds: dict[tuple[str, int | None, int | None], list[int]] = {}
         for layer in layers:
             if (one := self.attention[layer]) is not None:
-                kinds.setdefault(("qk" if one.key_is_value else "qkv", one.head_dim, one.groups), []).append(layer)
+                parts = "q" if one.borrows else "qk" if one.key_is_value else "qkv"
+                kinds.setdefault((parts, one.head_dim, one.groups), []).append(layer)
         return kinds
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 from miles_megatron.estimate import ModelDimensions, mixing, parameters
-from miles_megatron.heads import heads_of
+from miles_megatron.heads import heads_of, mean_ffn
 
 _KINDS = {
     "attention": ("self_attn.o_proj", True), "dense": ("mlp.down_proj", False),
@@ -31,7 +31,7 @@ def weights(config: RunConfig, model: ModelDimensions) -> float:
     value = {"float32": 4}.get(str(config.surface("server").get("dtype") or config.rollout.engine_dtype), 2)
     each = {
         "attention": size.layers * sum(mixing(size)),
-        "dense": (size.mlps - size.sparse) * size.matrices * size.hidden * (size.ffn or 0),
+        "dense": (size.mlps - size.sparse) * size.matrices * size.hidden * mean_ffn(size),
         "shared": size.sparse * size.matrices * size.hidden * (size.shared_ffn or 0), "experts": experts,
     }
     stated = quantization(config)
@@ -79,7 +79,7 @@ def cache(config: RunConfig, model: ModelDimensions) -> float:
     if size.rank:
         return value * size.full * (size.rank + size.turned)
     return value * sum(one.layers * 2 * one.head_dim * max(one.groups / config.perf.rollout_num_gpus_per_engine, 1)
-                       for one in heads_of(size))
+                       for one in heads_of(size) if one.made)
 
 
 def _kept(module: str, stated: Mapping[str, object]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miles_core.config.architecture import Architecture, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
-from miles_megatron.heads import heads_of, sizes_of
+from miles_megatron.heads import embedded, heads_of, mean_ffn, sizes_of
 from miles_megatron.layout import Layout, layout_of
 
 FP32 = 4
@@ -88,7 +88,7 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
     # Linear attention is computed again from its inputs.
     linear, full, (keys, inner) = size.linear / size.layers, size.full / size.layers, _linear_widths(size)
-    mixers, mlps = linear + full, 1.0 if sparse else _dense(size)
+    mixers, mlps, own = linear + full, 1.0 if sparse else _dense(size), value * embedded(size) / model.split
     activations = {
         "attention norm: input": mixers * (hidden + statistic),
         "qkv: input": mixers * hidden,
@@ -100,10 +100,12 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
         "mlp norm: input": mlps * (hidden + statistic),
         "norms after attention and mlp: inputs": model.norms_after * (hidden + statistic),
+        # The embedding and the norm that it has passed, the gate before and after its activation, their product.
+        "further embedding: inputs": bool(own) * (2 * hidden + statistic) + 5 * own,
     }
     wide = size.matrices - 1  # of what the activation is made, in widths of what it makes
     if not sparse:
-        inner = mlps * value * (size.ffn or 0) / tensor
+        inner = mlps * value * mean_ffn(size) / tensor
         return activations | {"fc1: input": mlps * hidden, "activation: input": wide * inner, "fc2: input": inner}
     # Copies of a token are those of its experts; expert-tensor-parallel ranks each see all of their tokens.
     copies = size.experts_per_token * model.layout.expert_tensor / model.split
@@ -138,9 +140,12 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
     norms += 2 * of_heads * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
     table = size.vocab * size.hidden / tensor
     matrix = size.matrices * size.hidden
-    dense = layers * (attention + norms) + (layers - sparse) * _dense(size) * matrix * (size.ffn or 0) / tensor
+    dense = layers * (attention + norms) + (layers - sparse) * _dense(size) * matrix * mean_ffn(size) / tensor
     dense += sparse * (size.hidden * (size.experts or 0) + matrix * (size.shared_ffn or 0) / tensor)
     dense += sparse * 2 * size.hidden * (size.latent or 0)
+    if own := embedded(size):
+        dense += layers * (2 * own + 1) * size.hidden
+        dense += first * (size.layers * own * (size.vocab / tensor + size.hidden) + own)
     dense += table * (first + (last and not (first and model.tied))) + size.hidden * last
     each = size.matrices * (size.latent or size.hidden) * (size.expert_ffn or 0) / model.layout.expert_tensor
     return dense, sparse * each * (size.experts or 0) / model.layout.expert
@@ -244,6 +249,7 @@ def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage
         unit, method = megatron.get("recompute_num_layers") or 1, megatron.get("recompute_method") or "uniform"
         again = min(layers, unit) if method == "block" else layers
         stored = (layers - again) * layer + again * hidden / (unit if method == "uniform" else 1)
+        stored += again * tokens * value * embedded(size) / model.split  # which layers hand on
         passing += layer * (unit if method == "uniform" else 1)
     # 1F1B: a stage holds as many micro-batches as there are stages from it on; interleaved, a part of a round more.
     flying = layout.pipeline - stage
@@ -257,7 +263,7 @@ def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage
 def _passing(model: ModelDimensions, tokens: int) -> float:
     """Gradients of the MLP's or the attention's tensors, whichever are more; cuDNN sums up that of q in fp32."""
     size, value, tensor = model.size, model.value, model.layout.tensor
-    dense = (size.ffn or 0) * (size.sparse != size.mlps)
+    dense = mean_ffn(size) * (size.sparse != size.mlps)
     widest = max(dense, (size.expert_ffn or 0) * (size.experts_per_token or 0))
     attention = max(one.head_dim * (value * (3 * size.heads + 2 * one.groups) + FP32 * size.heads) / tensor
                     for one in heads_of(size))
@@ -334,6 +340,6 @@ def active_parameters(size: Architecture) -> int:
     """Parameters of all matrices that one token meets: attention, MLPs, routers, its experts, the output."""
     chosen = size.matrices * (size.expert_ffn or 0) * (size.experts_per_token or 0) * (size.latent or size.hidden)
     beside = size.matrices * (size.shared_ffn or 0) + (size.experts or 0) + 2 * (size.latent or 0)
-    dense = (size.mlps - size.sparse) * size.matrices * (size.ffn or 0)
+    dense = (size.mlps - size.sparse) * size.matrices * mean_ffn(size) + 3 * size.layers * embedded(size)
     return (size.layers * sum(mixing(size)) + size.sparse * (chosen + size.hidden * beside)
-            + size.hidden * (dense + size.vocab))
+            + size.hidden * (round(dense) + size.vocab))

@@ -17,7 +17,7 @@ class Heads:
     Args:
         layers: how many they are.
         head_dim, groups: channels of a head, and key-value heads.
-        made: 2 where keys and values have a projection each, 1 where keys are values.
+        made: 2 where keys and values have a projection each, 1 where keys are values, 0 where both are a lower layer's.
     """
 
     layers: int
@@ -28,9 +28,16 @@ class Heads:
 
 @dataclass(frozen=True)
 class OfLayers(Architecture):
-    """An architecture whose layers have several kinds of heads."""
+    """An architecture whose layers have several kinds of heads.
+
+    Args:
+        wide: layers with a dense MLP of twice the width.
+        embedded: channels that the table of further embeddings has for a layer.
+    """
 
     kinds: tuple[Heads, ...] = ()
+    wide: int = 0
+    embedded: int = 0
 
     @property
     def attention(self) -> int:
@@ -49,7 +56,18 @@ def sizes_of(config: RunConfig) -> Architecture:
     if size.uncounted or not (counted := _counted(hf_config, size)):
         return size
     kinds = tuple(Heads(layers, *one) for one, layers in counted.items())
-    return OfLayers(**vars(size), kinds=kinds)
+    wide = hf_config.get("num_kv_shared_layers") or 0 if hf_config.get("use_double_wide_mlp") else 0
+    return OfLayers(**vars(size), kinds=kinds, wide=wide, embedded=hf_config.get("hidden_size_per_layer_input") or 0)
+
+
+def mean_ffn(size: Architecture) -> float:
+    """Inner width of the average dense MLP."""
+    return (size.ffn or 0) * (1 + (size.wide / size.layers if isinstance(size, OfLayers) else 0))
+
+
+def embedded(size: Architecture) -> int:
+    """Channels that the table of further embeddings has for a layer; 0 where there is none."""
+    return size.embedded if isinstance(size, OfLayers) else 0
 
 
 def heads_of(size: Architecture) -> tuple[Heads, ...]:
@@ -67,10 +85,11 @@ def _counted(hf_config: Mapping[str, object], size: Architecture) -> Counter[tup
     wide = {"head_dim": hf_config.get("global_head_dim") or size.head_dim}
     if shared and hf_config.get("num_global_key_value_heads"):
         wide["num_key_value_heads"] = hf_config["num_global_key_value_heads"]
+    upper = size.layers - (hf_config.get("num_kv_shared_layers") or 0)
     counted: Counter[tuple[int, int, int]] = Counter()
     for number, kind in enumerate(types[:size.layers]):
         full = kind == "full_attention"
         one = own.get(str(number), {}) if own else wide if full else {}
         counted[one.get("head_dim", size.head_dim), one.get("num_key_value_heads", size.groups),
-                1 if shared and full else 2] += 1
+                0 if number >= upper else 1 if shared and full else 2] += 1
     return counted

@@ -59,6 +59,8 @@ class LanguageModel(GPTModel):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     """As in ModelSpec; `build` sets them."""
+    beside_embedding: torch.nn.Module | None
+    """As in ModelSpec; `build` sets it."""
     weight_map: WeightMap | None = None
     """What its parameters are called in a checkpoint, for who observes the modules of a trainer's model."""
 
@@ -70,6 +72,8 @@ class LanguageModel(GPTModel):
         if self.pre_process and (replaced := getattr(packed_seq_params, "replaced", None)) is not None:
             rank = parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
             embedded = replaced(embedded, rank * len(embedded))
+        if self.beside_embedding is not None:
+            embedded = self.beside_embedding(kwargs["input_ids"], embedded)
         return (embedded, *others)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
@@ -234,6 +238,8 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         vp_stage=vp_stage,
     )
     model.embedding_scale, model.logit_scale = spec.embedding_scale, spec.logit_scale
+    wider = spec.beside_embedding if model.pre_process else None
+    model.beside_embedding = None if wider is None else wider(config, modules_of(config))
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         _apart(model)
     if config.transformer_impl == TRANSFORMER_ENGINE:

@@ -159,7 +159,7 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
     else:
         _mlp(inside.mlp, config, spec, sparse, modules)
     if spec.reshape is not None:
-        spec.reshape(config, inside, sparse, modules)
+        spec.reshape(config, made, attention, sparse, modules)
     return made
 
 

@@ -73,6 +73,8 @@ class Attention:
         head_dim, groups: channels of a head, and key-value heads, of a layer that has others than the model's.
         value_norm: each head of the values is divided by its root mean square.
         key_is_value: values are what the projection of keys gives, and have none of their own.
+        lends, borrows: keys and values are kept for layers above, or are those of a layer below and only queries are
+            projected. What hands them from layer to layer is the family's (`ModelSpec.reshape`).
         mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
             attention. Called with (config, this, rope, modules), all of module_specs.py; returns the ModuleSpec that
             takes the place of `self_attention`. A function of a module, which may import torch when it is called.
@@ -87,12 +89,14 @@ class Attention:
     groups: int | None = None
     value_norm: bool = False
     key_is_value: bool = False
+    lends: bool = False
+    borrows: bool = False
     mixer: Callable[..., Any] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether Megatron's SelfAttention by the model's config is what stands around the core attention."""
-        return not (self.head_dim or self.groups or self.value_norm or self.key_is_value)
+        return not (self.head_dim or self.groups or self.value_norm or self.key_is_value or self.lends or self.borrows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,11 @@ class ModelSpec:
         logit_scale: factor on the logits.
         logit_softcap: logits become softcap x tanh(logits / softcap); None for plain ones.
         reshape: changes a layer that is otherwise put together, where nothing above says how it differs. Called with
-            (config, its submodules, whether its MLP is a mixture, modules), all of module_specs.py. A function of a
-            module, which may import torch when it is called.
+            (config, its ModuleSpec, its Attention, whether its MLP is a mixture, modules), all of module_specs.py. A
+            function of a module, which may import torch when it is called.
+        beside_embedding: makes a module of the first stage, `beside_embedding` of the model, from (config, modules). It
+            is called with token ids [b, T] and their embeddings [t, b, H], t = T / tensor with sequence parallelism,
+            and gives what the first layer sees: wider rows, where the family's layers take these apart.
     """
 
     constants: Mapping[str, object]
@@ -145,6 +152,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     reshape: Callable[..., None] | None = None
+    beside_embedding: Callable[..., Any] | None = None
 
     @property
     def rotary(self) -> Rotary:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from miles_megatron.decoder import Decoder, LayerNorms, beside_tower, by_layer_type, refuse, rotary
-from miles_megatron.mixture import Mixture, Names
+from miles_megatron.mixture import Mixture, Names, dense_mlp
 from miles_megatron.specs import Attention, Packed, Rotary, Rule
 
 _NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="post_attention_layernorm",
@@ -50,12 +51,14 @@ def gemma3(hf: Any) -> Decoder:
 def gemma4_text(hf: Any) -> Decoder:
     """Norms about one, also on q, k and v; heads of full layers have sizes of their own, and may be their own values.
 
+    E2B and E4B have further embeddings for every layer, and upper layers that attend to keys of lower ones.
+
     Raises:
-        ConfigError: embeddings for every layer or keys and values of other layers, as E2B and E4B have; biases,
-            attention to later tokens of text, another activation, an unknown scaling of the rope.
+        ConfigError: biases, attention to later tokens of text, another activation, an unknown scaling of the rope;
+            experts in a model with further embeddings; keys of lower layers in one without, or where no lower layer
+            is of the kind.
     """
-    refuse(hf, hidden_size_per_layer_input=0, num_kv_shared_layers=0, hidden_activation="gelu_pytorch_tanh",
-           attention_bias=False)
+    refuse(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
     if hf.use_bidirectional_attention != "vision":  # which leaves text as it is
         refuse(hf, use_bidirectional_attention=None)
     layers = [_of_layer(hf, layer) for layer in range(hf.num_hidden_layers)]
@@ -64,7 +67,57 @@ def gemma4_text(hf: Any) -> Decoder:
         activation="gelu_pytorch_tanh", qk_norm=True, softmax_scale=1.0, layer_scalar=True,
         embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
     )  # fmt: skip
+    if getattr(hf, "hidden_size_per_layer_input", 0):
+        refuse(hf, enable_moe_block=False)
+        return _handed_up(hf, decoder)
+    refuse(hf, num_kv_shared_layers=0)  # transformers computes them with these embeddings alone
     return _side_by_side(hf, decoder) if getattr(hf, "enable_moe_block", False) else decoder
+
+
+def _handed_up(hf: Any, decoder: Decoder) -> Decoder:
+    """With what layers hand up to each other: further embeddings, and keys and values."""
+    layers, width = tuple(range(hf.num_hidden_layers)), hf.hidden_size_per_layer_input
+    attention = tuple(one for one in decoder.attention if one is not None)
+    upper = hf.num_hidden_layers - (hf.num_kv_shared_layers or 0)
+    if not {*attention[upper:]} <= {*attention[:upper]}:  # no lower layer has their keys
+        refuse(hf, num_kv_shared_layers=0)
+    lenders = sorted({max(layer for layer in layers[:upper] if attention[layer] == one) for one in attention[upper:]})
+    shared = tuple(replace(one, lends=layer in lenders, borrows=layer >= upper) for layer, one in enumerate(attention))
+    rules = (*dense_mlp(layers),
+             *(Rule(f"decoder.layers.{{layer}}.per_layer_input.{ours}", (f"model.layers.{{layer}}.{theirs}",),
+                    layers=layers) for ours, theirs in _PER_LAYER.items()),
+             *(Rule(f"beside_embedding.{ours}.weight", (f"model.{theirs}.weight",))
+               for ours, theirs in _BESIDE_EMBEDDING.items()))
+    # Files may have what upper layers would make keys and values with.
+    unused = tuple(f"model.layers.{layer}.self_attn.{part}" for layer in layers[upper:]
+                   for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm."))
+    return replace(
+        decoder, attention=shared, mlp=rules, layer_scalar=False, carried=unused,
+        reshape=functools.partial(_hand_up, width=width, lenders=tuple(shared[layer] for layer in lenders),
+                                  widening=2 if hf.use_double_wide_mlp else 1),
+        beside_embedding=functools.partial(_embed, vocab=hf.vocab_size_per_layer_input, width=width),
+    )  # fmt: skip
+
+
+_PER_LAYER = {
+    "gate.weight": "per_layer_input_gate.weight", "projection.weight": "per_layer_projection.weight",
+    "norm.weight": "post_per_layer_input_norm.weight", "scalar": "layer_scalar",
+}  # fmt: skip
+_BESIDE_EMBEDDING = {"tokens": "embed_tokens_per_layer", "projection": "per_layer_model_projection",
+                     "norm": "per_layer_projection_norm"}
+"""Of the modules in per_layer.py -> of a layer, and of the model."""
+
+
+def _hand_up(*layer: Any, **sizes: Any) -> None:
+    from miles_specs_gemma.per_layer import reshape
+
+    reshape(*layer, **sizes)
+
+
+def _embed(*model: Any, **sizes: Any) -> Any:
+    from miles_specs_gemma.per_layer import PerLayerEmbedding
+
+    return PerLayerEmbedding(*model, **sizes)
 
 
 def _side_by_side(hf: Any, decoder: Decoder) -> Decoder:
@@ -108,9 +161,12 @@ def gemma4(hf: Any) -> Decoder:
     Raises:
         ConfigError: as `gemma4_text`.
     """
-    return replace(beside_tower(hf, gemma4_text), renamed=(("model.", "model.language_model."),),
-                   carried=("model.vision_tower.", "model.vision_embedder.", "model.embed_vision.",
-                            "model.embed_audio."))
+    text = beside_tower(hf, gemma4_text)
+    unused = gemma4_text(hf.text_config).carried
+    inside = tuple(name.replace("model.", "model.language_model.", 1) for name in unused)
+    return replace(text, renamed=(("model.", "model.language_model."),),
+                   carried=(*unused, *inside, "model.vision_tower.", "model.vision_embedder.", "model.embed_vision.",
+                            "model.audio_tower.", "model.embed_audio."))
 
 
 def _gemma4_attention(hf: Any, kind: str) -> Attention:

@@ -25,10 +25,11 @@ Norm = Callable[..., torch.nn.Module]
 """As LayerModules.norm of module_specs.py."""
 
 
-def reshape(config: TransformerConfig, inside: Any, sparse: bool, modules: Any) -> None:
+def reshape(config: TransformerConfig, layer: ModuleSpec, attention: Any, sparse: bool, modules: Any) -> None:
     """A layer with experts gets `SideBySide` and `NormedRouter`; see ModelSpec.reshape."""
     if not sparse:
         return
+    inside = layer.submodules
     inside.pre_mlp_layernorm = IdentityOp
     mixture = inside.mlp.submodules
     mixture.router = functools.partial(NormedRouter, norm=modules.norm)
