@@ -1,0 +1,56 @@
+"""Products that round what a weight is multiplied with, as an engine does whose kernels multiply in FP8.
+
+A tensor of a stream says so by its attribute `round_inputs`, a function [..., in] -> [..., in]. Decoders keep it by the
+memory of the weight, since a product gets views, an expert's share or several projections side by side; the products
+are then met wherever they are computed, in decode.py and inside transformers' modules alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+RoundInputs = Callable[[torch.Tensor], torch.Tensor]
+
+_PRODUCTS = {F.linear, torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm}
+"""Functions of inputs [..., in] and a weight, in this order."""
+
+
+def round_inputs(tensor: torch.Tensor) -> RoundInputs | None:
+    """What a tensor of a stream says."""
+    return getattr(tensor, "round_inputs", None)
+
+
+def memory(weight: torch.Tensor) -> int:
+    """By which decoders know a weight, whatever view of it a product gets."""
+    return weight.untyped_storage().data_ptr()
+
+
+def rounding(weights: Any) -> AbstractContextManager[object]:
+    """Inside it the products with `weights`, Weights or a transformers module, round their inputs where these say so.
+
+    It holds for the thread that enters it.
+    """
+    functions = vars(weights).get("rounded_inputs")
+    return _Rounding(functions) if functions else nullcontext()
+
+
+class _Rounding(TorchFunctionMode):
+    """
+    Args:
+        functions: by the memory of a weight.
+    """
+
+    def __init__(self, functions: Mapping[int, RoundInputs]):
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _PRODUCTS and (function := self._functions.get(memory(args[1]))) is not None:
+            args = (function(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
