@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from miles_fp8.emulate import Emulation, emulate
-from miles_fp8.recipe import WEIGHTS, Held
+from miles_fp8.recipe import Held, tiles
 from miles_fp8.stream import apart, plain, quantised, rounding_inputs
 from miles_local.operands import rounding
 from miles_local.placing import decoder_for
@@ -30,9 +30,12 @@ CASES = {
     "mixture": Case("qwen3_moe", "mixture", SIZES | MIXTURE | {"norm_topk_prob": True, "decoder_sparse_step": 1,
                                                               "mlp_only_layers": []}),
     "olmo3": Case("olmo3", "olmo3", SIZES | {"layer_types": ["full_attention"] * 2}),  # by its transformers module
-    "mixtral": Case("mixtral", "mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma 4": Case("gemma4_text", "gemma 4", SIZES | GEMMA),  # experts in one tensor
+    "narrow": Case("qwen3", "narrow"),  # no tensor of it is a whole block
 }
+RECIPES = {("narrow", "mxfp8"), *((kind, "blockwise") for kind in CASES)}
+"""Not mxfp8 of Gemma: powers of two notice that its experts are weighed before their last layer in training, and after
+it in engines. The others' activations have one scale for a micro-batch in training."""
 
 
 def trained(folder: Path, case: Case, recipe: str | None, sequences: list[torch.Tensor]):
@@ -47,7 +50,7 @@ def trained(folder: Path, case: Case, recipe: str | None, sequences: list[torch.
     spec, weight_map = family.model_spec(hf_config), family.weight_map(hf_config)
     ours = model.build(model.transformer_config(spec), spec)
     if recipe is not None:
-        emulate(ours, Emulation(recipe, frozenset(range(2)), torch.float8_e4m3fn))
+        emulate(ours, Emulation(recipe, frozenset(range(4)), torch.float8_e4m3fn), weight_map)
     weights.load_hf(folder, ours, weight_map)
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     return packed_logits(ours, sequences, spec.logit_softcap).detach()[lengths.cumsum(0) - 1], weight_map
@@ -56,7 +59,7 @@ def trained(folder: Path, case: Case, recipe: str | None, sequences: list[torch.
 def decoded(folder: Path, weight_map, recipe: str, sequences: list[torch.Tensor], inputs: bool):
     """The same by the engine, which holds FP8 weights."""
     decoder, _ = decoder_for(folder, torch.float32)
-    fp8_format = Held(WEIGHTS[recipe], recipe)
+    fp8_format = Held(tiles(recipe), recipe)
     stream = read_tensors(folder)
     if weight_map.packed:
         stream = apart(stream, fp8_format, weight_map, whole=True)
@@ -66,8 +69,7 @@ def decoded(folder: Path, weight_map, recipe: str, sequences: list[torch.Tensor]
         return decoder.prefill(made, [tuple(sequence.tolist()) for sequence in sequences]).logits
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(("kind", "recipe"), sorted(RECIPES))
 def test_fp8_on_both_sides_agrees(kind, recipe, tmp_path):
     random_model(CASES[kind]).save_pretrained(tmp_path)
     draw = torch.Generator().manual_seed(1)

@@ -40,7 +40,7 @@ class Fp8Options:
     first_layers: int = option(0, "Layers at the start whose modules such weights do not quantise.")
     last_layers: int = option(0, "Layers at the end whose modules such weights do not quantise.")
     emulate: Literal["all", "weights"] = option(
-        "all", "What is rounded without FP8 kernels, in training and in the local engine: all operands, or weights alone."
+        "all", "What training without FP8 kernels and the local engine round: all operands, or weights alone."
     )
 
 
@@ -113,7 +113,7 @@ class Fp8:
                             if not name.startswith("fp8") and name not in OF_KERNELS}
 
     @hookimpl
-    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec) -> torch.nn.Module:
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, weight_map: WeightMap) -> torch.nn.Module:
         """Emulation: the decoder's linear layers round their operands."""
         if (fields := self._emulation) is None:
             return chunk
@@ -126,7 +126,7 @@ class Fp8:
         made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - plain_layers,
                          torch.float8_e5m2 if fields["fp8"] == "hybrid" else torch.float8_e4m3fn,
                          self.options.emulate == "all")
-        count = emulate(chunk, made)
+        count = emulate(chunk, made, weight_map)
         logger.info("%d linear layers compute as if in FP8 (%s)", count, made.recipe)
         return chunk
 
