@@ -1,8 +1,9 @@
 """Products that round what a weight is multiplied with, as an engine does whose kernels multiply in FP8.
 
-A tensor of a stream says so by its attribute `round_inputs`, a function [..., in] -> [..., in]. Decoders keep it by the
-memory of the weight, since a product gets views, an expert's share or several projections side by side; the products
-are then met wherever they are computed, in decode.py and inside transformers' modules alike.
+A tensor of a stream says so by its attribute `round_inputs`, a function [..., in] -> [..., in]; one stream has one such
+function. Decoders keep it by the memory of the weight, since a product gets views: an expert's share, or several
+projections side by side. Products are then met wherever they are computed, in decode.py and inside transformers'
+modules alike.
 """
 
 from __future__ import annotations
@@ -51,6 +52,6 @@ class _Rounding(TorchFunctionMode):
         self._functions = functions
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _PRODUCTS and (function := self._functions.get(memory(args[1]))) is not None:
+        if func in _PRODUCTS and len(args) > 1 and (function := self._functions.get(memory(args[1]))) is not None:
             args = (function(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
