@@ -38,8 +38,12 @@ RECIPES = {("narrow", "mxfp8"), *((kind, "blockwise") for kind in CASES)}
 it in engines. The others' activations have one scale for a micro-batch in training."""
 
 
-def trained(folder: Path, case: Case, recipe: str | None, sequences: list[torch.Tensor]):
-    """Logits of the last tokens by the trainer, and its weight map."""
+def trained(folder: Path, case: Case, recipe: str | None, sequences: list[torch.Tensor], nudge: bool = False):
+    """Logits of the last tokens by the trainer, and its weight map.
+
+    Args:
+        nudge: embeddings are the next larger numbers of float32.
+    """
     from miles_megatron import cpu, model, weights
     from miles_megatron.testing.parity import _initialized
 
@@ -52,6 +56,9 @@ def trained(folder: Path, case: Case, recipe: str | None, sequences: list[torch.
     if recipe is not None:
         emulate(ours, Emulation(recipe, frozenset(range(4)), torch.float8_e4m3fn), weight_map)
     weights.load_hf(folder, ours, weight_map)
+    if nudge:
+        embedding = ours.embedding.word_embeddings.weight.data
+        embedding.copy_(torch.nextafter(embedding, torch.tensor(torch.inf)))
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     return packed_logits(ours, sequences, spec.logit_softcap).detach()[lengths.cumsum(0) - 1], weight_map
 
@@ -83,3 +90,18 @@ def test_fp8_on_both_sides_agrees(kind, recipe, tmp_path):
     print(f"\n{kind} {recipe}: engine alone {alone:.1e}, both {left:.3f} of it, of weights only {weights_only:.3f}")
     assert alone > 1e-3
     assert left < 0.1 and weights_only > 0.3
+
+
+def test_the_last_bit_of_an_input_becomes_steps_of_fp8_in_a_wide_model(tmp_path):
+    """So between sides that sum in different orders the difference is no mistake of either."""
+    wide = Case("qwen3", "wide", {"hidden_size": 512, "head_dim": 128, "intermediate_size": 1024,
+                                  "num_hidden_layers": 4, "initializer_range": 0.035})
+    random_model(wide).save_pretrained(tmp_path)
+    sequences = [torch.arange(3, 90)]
+    (plain, nudged), (fp8, fp8_nudged) = (
+        [trained(tmp_path, wide, recipe, sequences, nudge)[0] for nudge in (False, True)]
+        for recipe in (None, "blockwise"))
+    step, moved, plainly = ((one - other).abs().mean() for one, other in (
+        (fp8, plain), (fp8_nudged, fp8), (nudged, plain)))
+    print(f"\nFP8 moves logits by {step:.1e}, one bit by {moved:.1e} with it and {plainly:.1e} without")
+    assert plainly < 1e-5 and step / 20 < moved < step
