@@ -23,7 +23,6 @@ from miles_core.errors import EngineError
 from miles_core.hosts import in_daemon_thread
 from miles_core.stages.rollout import PauseMode, Request, Response, check_request
 from miles_local.batch import Batch, SequenceState
-from miles_local.operands import rounding
 from miles_local.placing import cache_tokens, decoder_for, device_named, give_back, settle, stream_on
 from miles_local.sampling import StopStrings, check
 
@@ -316,12 +315,11 @@ class LocalEngine:
 
     def _decode(self) -> None:
         """Admit waiting requests as far as there is room, then draw one token for every row."""
-        with rounding(self._weights):
-            if self._waiting and (count := self._batch.fitting(self._waiting)):
-                joining = [self._waiting.popleft() for _ in range(count)]
-                self._finish(self._batch.admit(joining, self._weights, self.version))
-            if self._batch:
-                self._finish(self._batch.step(self._weights, self.version))
+        if self._waiting and (count := self._batch.fitting(self._waiting)):
+            joining = [self._waiting.popleft() for _ in range(count)]
+            self._finish(self._batch.admit(joining, self._weights, self.version))
+        if self._batch:
+            self._finish(self._batch.step(self._weights, self.version))
 
     def _finish(self, ended: list[tuple[SequenceState, str]]) -> None:
         if not ended:

@@ -10,13 +10,12 @@ full forward to rounding.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
-from miles_local.architectures import class_of, config_of, inside_text, taken_out
+from miles_local.architectures import cache_word, class_of, config_of, inside_text, taken_out
 from miles_local.cache import CPU, Cache, Prefill, round_up
 from miles_local.decode import BaseDecoder
 from miles_local.inputs import AHEAD, SequenceInputs, laid_out
-from miles_local.operands import RoundInputs, memory, round_inputs
+from miles_local.operands import Rounded, RoundInputs, round_inputs
 from miles_local.recurrent import Recurrent, States, by_length
 from miles_local.weights import beside_text, eos_ids, read_tensors
 
@@ -122,7 +121,7 @@ class ModuleDecoder(BaseDecoder):
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU,
                  inputs: SequenceInputs | None = None):
         self._dtype, self.device, self._checked, self._inputs = dtype, device, False, inputs
-        self._rounds: set[str] | None = None  # parameters whose inputs are rounded; the same in every stream
+        self._rounded = Rounded()
         self._config = config_of(folder, whole=inputs is not None)
         self._class = class_of(self._config, whole=inputs is not None)
         self._taken_out = inputs is None and taken_out(self._config)
@@ -150,7 +149,7 @@ class ModuleDecoder(BaseDecoder):
             EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
         """
         state: dict[str, torch.Tensor] = {}
-        functions: dict[str, RoundInputs] = {}
+        said: dict[str, tuple[torch.Size, RoundInputs | None]] = {}
         for stored, tensor in stream:
             name = inside_text(stored) if self._taken_out else stored
             if name is None:
@@ -159,33 +158,11 @@ class ModuleDecoder(BaseDecoder):
                 raise EngineError("a tensor appears twice in the weights", code="tensor-sent-twice", got=name,
                                   fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
-            if (function := round_inputs(tensor)) is not None:
-                functions[name] = function
+            said[name] = tensor.shape, round_inputs(tensor)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
                                   fix="look at the last training step")
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        module = self._ready(self._load(state))
-        if functions:
-            self._round(module, functions, shapes)
-        return module
-
-    def _round(self, module: PreTrainedModel, functions: Mapping[str, RoundInputs],
-               shapes: Mapping[str, Sequence[int]]) -> None:
-        """Note whose inputs are rounded.
-
-        Args:
-            functions: by names on disk; one that is not here has none.
-            shapes: of the whole stream.
-        """
-        if self._rounds is None:  # transformers' own loading knows which parameter a tensor becomes, or is a part of
-            marks = {name: torch.full(shape, float(name in functions)) for name, shape in shapes.items()}
-            self._rounds = {name for name, one in self._load(marks).named_parameters() if one.dim() > 1 and one.any()}
-        function = next(iter(functions.values()))
-        if module._can_set_experts_implementation():  # some copy the weights of experts before they multiply
-            module.set_experts_implementation("eager")
-        vars(module)["rounded_inputs"] = {memory(one): function for name, one in module.named_parameters()
-                                          if name in self._rounds}
+        return self._rounded.noted(self._ready(self._load(state)), said, self._load)
 
     def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's, for `stage`; see read_tensors."""
@@ -317,7 +294,7 @@ class ModuleDecoder(BaseDecoder):
         more = {"position_ids": positions} | {name: one.to(self.device) for name, one in (more or {}).items()}
         with _building:
             return weights(input_ids=tokens, use_cache=True, logits_to_keep=1, **more,
-                           **{_cache_word(type(weights)): cache}).logits
+                           **{cache_word(type(weights)): cache}).logits
 
     def _load(self, state: dict[str, torch.Tensor]) -> PreTrainedModel:
         """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
@@ -380,12 +357,6 @@ class ModuleDecoder(BaseDecoder):
             fed = torch.tensor([ids[-back] for ids in _PROBES])
             got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
         return max(float((a - b).abs().max() / b.std()) for a, b in zip(got, expected, strict=True))
-
-
-@functools.cache
-def _cache_word(module: type[PreTrainedModel]) -> str:
-    """What an architecture's forward calls the cache; transformers 5.24 renamed it in most."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def _attend_by(module: PreTrainedModel, name: str) -> None:

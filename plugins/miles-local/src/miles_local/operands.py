@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RoundInputs = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,6 +42,34 @@ def rounding(weights: Any) -> AbstractContextManager[object]:
     """
     functions = vars(weights).get("rounded_inputs")
     return _Rounding(functions) if functions else nullcontext()
+
+
+class Rounded:
+    """Which parameters of transformers' modules of one architecture have rounded inputs, by what streams say."""
+
+    def __init__(self) -> None:
+        self._names: set[str] | None = None  # the same for every stream
+
+    def noted(self, module: PreTrainedModel, said: Mapping[str, tuple[torch.Size, RoundInputs | None]],
+              load: Callable[[dict[str, torch.Tensor]], PreTrainedModel]) -> PreTrainedModel:
+        """The module, for `rounding`.
+
+        Args:
+            said: of each tensor of the stream that it was loaded from: its shape and its `round_inputs`.
+            load: makes a module of a stream. It alone knows which parameter a tensor becomes or is a part of, so it
+                is given marks.
+        """
+        function = next((one for _, one in said.values() if one is not None), None)
+        if function is None:
+            return module
+        if self._names is None:
+            marks = load({name: torch.full(shape, float(one is not None)) for name, (shape, one) in said.items()})
+            self._names = {name for name, one in marks.named_parameters() if one.dim() > 1 and one.any()}
+        if module._can_set_experts_implementation():  # some copy the weights of experts before they multiply
+            module.set_experts_implementation("eager")
+        vars(module)["rounded_inputs"] = {memory(one): function for name, one in module.named_parameters()
+                                          if name in self._names}
+        return module
 
 
 class _Rounding(TorchFunctionMode):
