@@ -149,7 +149,7 @@ class ModuleDecoder(BaseDecoder):
             EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
         """
         state: dict[str, torch.Tensor] = {}
-        said: dict[str, tuple[torch.Size, RoundInputs | None]] = {}
+        declared: dict[str, tuple[torch.Size, RoundInputs | None]] = {}
         for stored, tensor in stream:
             name = inside_text(stored) if self._taken_out else stored
             if name is None:
@@ -158,11 +158,11 @@ class ModuleDecoder(BaseDecoder):
                 raise EngineError("a tensor appears twice in the weights", code="tensor-sent-twice", got=name,
                                   fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
-            said[name] = tensor.shape, round_inputs(tensor)
+            declared[name] = tensor.shape, round_inputs(tensor)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
                                   fix="look at the last training step")
-        return self._rounded.noted(self._ready(self._load(state)), said, self._load)
+        return self._rounded.noted(self._ready(self._load(state)), declared, self._load)
 
     def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's, for `stage`; see read_tensors."""

@@ -50,20 +50,20 @@ class Rounded:
     def __init__(self) -> None:
         self._names: set[str] | None = None  # the same for every stream
 
-    def noted(self, module: PreTrainedModel, said: Mapping[str, tuple[torch.Size, RoundInputs | None]],
+    def noted(self, module: PreTrainedModel, declared: Mapping[str, tuple[torch.Size, RoundInputs | None]],
               load: Callable[[dict[str, torch.Tensor]], PreTrainedModel]) -> PreTrainedModel:
         """The module, for `rounding`.
 
         Args:
-            said: of each tensor of the stream that it was loaded from: its shape and its `round_inputs`.
+            declared: of each tensor of the stream that it was loaded from: its shape and its `round_inputs`.
             load: makes a module of a stream. It alone knows which parameter a tensor becomes or is a part of, so it
                 is given marks.
         """
-        function = next((one for _, one in said.values() if one is not None), None)
+        function = next((one for _, one in declared.values() if one is not None), None)
         if function is None:
             return module
         if self._names is None:
-            marks = load({name: torch.full(shape, float(one is not None)) for name, (shape, one) in said.items()})
+            marks = load({name: torch.full(shape, float(one is not None)) for name, (shape, one) in declared.items()})
             self._names = {name for name, one in marks.named_parameters() if one.dim() > 1 and one.any()}
         if module._can_set_experts_implementation():  # some copy the weights of experts before they multiply
             module.set_experts_implementation("eager")
