@@ -40,7 +40,7 @@ def rounding(weights: Any) -> AbstractContextManager[object]:
 
     It holds for the thread that enters it.
     """
-    functions = vars(weights).get("rounded_inputs")
+    functions = getattr(weights, "rounded_inputs", None)
     return _Rounding(functions) if functions else nullcontext()
 
 
