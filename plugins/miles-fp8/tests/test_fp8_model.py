@@ -106,7 +106,7 @@ def test_a_model_rounds_as_transformers_with_rounded_layers(recipe, kind, tmp_pa
     spec, weight_map = family.model_spec(theirs.config), family.weight_map(theirs.config)
     ours = model.build(model.transformer_config(spec), spec)
     gradients = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
-    count = emulate(ours, Emulation(recipe, frozenset(range(2)), gradients))
+    count = emulate(ours, Emulation(recipe, frozenset(range(2)), gradients), weight_map)
     assert count == 2 * (2 + (2 if kind == "dense" else 2 * EXPERTS["num_experts"]))
     weights.load_hf(tmp_path, ours, weight_map)
     got = packed_logits(ours, sequences, spec.logit_softcap)

@@ -1,4 +1,4 @@
-"""Whole runs on a CPU: what the trainer rounds alike the engine agrees with; and what the plan says of precision."""
+"""Whole runs on a CPU: trainer and engine agree where both round; and what the plan says of precision."""
 
 import json
 import shutil
@@ -60,10 +60,11 @@ def test_log_probs_agree_as_far_as_both_sides_round_alike(checkpoints, differenc
     follows = difference("--hf-checkpoint", fp8, "--ref-load", plain, "--plugin", "fp8", "--fp8.emulate", "weights")
     engine_alone = difference("--hf-checkpoint", fp8, "--ref-load", plain)
     activations = difference("--hf-checkpoint", plain, "--plugin", "fp8")
+    narrow = difference("--hf-checkpoint", TINY, "--plugin", "fp8")
     print(f"\nmean |difference| of log-probs: both weights {same:.1e}, by the checkpoint {follows:.1e}, engine alone "
-          f"{engine_alone:.1e}, activations in training too {activations:.1e}")
+          f"{engine_alone:.1e}, activations too {activations:.1e}, heads of half a block {narrow:.1e}")
     assert max(same, follows, four_bits) < 1e-6, "the engine holds to the bit what training multiplies with"
-    assert engine_alone > 1e-3 and activations > 1e-3
+    assert engine_alone > 1e-3 and max(activations, narrow) < engine_alone / 100
 
 
 def test_training_does_not_start_from_fp8(checkpoints, tmp_path):

@@ -13,6 +13,10 @@ SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_la
              tie_word_embeddings=False, attn_implementation="eager")
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
                decoder_sparse_step=1)
+PACKED = dict(num_experts=4, top_k_experts=2, moe_intermediate_size=24, enable_moe_block=True, sliding_window=16,
+              layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=16, attention_k_eq_v=True,
+              num_global_key_value_heads=1, hidden_size_per_layer_input=0, rms_norm_eps=1.0, tie_word_embeddings=True)
+"""A mixture that keeps all experts of a layer in one tensor."""
 RANK, ALPHA = 4, 12
 
 RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
@@ -25,7 +29,7 @@ def config_of(kind):
     from transformers import AutoConfig
 
     more = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS), "tied": ("qwen3", {"tie_word_embeddings": True}),
-            "fused": ("glm4", {"partial_rotary_factor": 0.5})}
+            "fused": ("glm4", {"partial_rotary_factor": 0.5}), "packed": ("gemma4_text", PACKED)}
     model_type, extra = more[kind]
     return AutoConfig.for_model(model_type, **{**SIZES, **extra})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,33 @@ def test_a_checkpoint_converts_to_a_directory_that_merges_and_loads(checkpoint, 
     assert again.keys() == both.keys() and all(torch.equal(torch.from_numpy(again[name]), both[name]) for name in both)
     with pytest.raises(ConfigError, match="none of the plugins has this option.*lora.rank=4"):
         convert("hf-to-dist", checkpoint(kind), tmp_path / "no", "--plugin", "lora", "--option", "lora.rank=4")
+
+
+def test_adapters_of_experts_in_one_tensor_merge_as_the_trainer_does(checkpoint, plan, one, convert, tmp_path):
+    """To the bit its own export, beside which the adapters lie."""
+    base = checkpoint("packed")
+    one.train(plan(base, *LORA, "--lr", "3e-2"), batches(2, vocab=264), save=tmp_path / "kept")
+    made = plan(base, *LORA, "--load", tmp_path / "kept")
+    trainer = trainer_part(made.selected, made.config, Rank())
+    try:
+        trainer.load()
+        trainer.export(tmp_path / "hf")
+    finally:
+        cpu.leave()
+    convert("merge-lora", base, tmp_path / "merged", "--lora-adapter-path", tmp_path / "hf-adapter")
+    plain, expected, found = (load_file(folder / "model.safetensors")
+                              for folder in (base, tmp_path / "hf", tmp_path / "merged"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    experts = [name for name in plain if ".experts." in name]
+    assert experts and not any(torch.equal(found[name], plain[name]) for name in experts)
+
+
+def test_adapters_are_not_merged_into_quantised_weights(checkpoint, adapter, convert, tmp_path):
+    shutil.copytree(checkpoint(), tmp_path / "fp8")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match="merged into quantised weights .got fp8"):
+        convert("merge-lora", tmp_path / "fp8", tmp_path / "out", "--lora-adapter-path", adapter())
 
 
 def test_merging_refuses_what_does_not_belong_together(checkpoint, adapter, convert, tmp_path):

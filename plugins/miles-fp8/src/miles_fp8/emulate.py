@@ -1,7 +1,8 @@
 """FP8 without its kernels: linear layers round their operands as the kernels do; gradients pass straight through.
 
 A product of FP8 matrices is exact in float32 but for the order of its sums, so that rounding the operands is all there
-is to emulate. Forward: activations by rows, weights by blocks of this rank's parameter, as Transformer Engine cuts it.
+is to emulate. Forward: activations by rows, weights by blocks of this rank's share of a tensor of the checkpoint.
+Transformer Engine cuts a parameter that joins several as one; the edges meet where their heights are whole blocks.
 Backward: the output's gradient is rounded by rows and meets the rounded weight (for the input) and the rounded input
 (for the weight); Transformer Engine rounds these two once more along the other axis, which is not emulated.
 """
@@ -9,19 +10,23 @@ Backward: the output's gradient is rounded by rows and meets the rounded weight 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from miles_megatron import cpu
+from miles_megatron import cpu, tensor_merges
+from miles_megatron.specs import WeightMap
 from miles_megatron.substitute import substitute
+from miles_megatron.weights import global_parameters, instances
 
 from miles_fp8 import nvfp4
-from miles_fp8.recipe import ROWS, Tiles, tiles
+from miles_fp8.recipe import NVFP4, ROWS, Tiles, tiles
 from miles_fp8.rounding import rounded
 
 cpu.install()
 
+from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402 - after install()
 
 logger = logging.getLogger(__name__)
@@ -45,15 +50,20 @@ class Emulation:
 
 
 class _Rounded(torch.autograd.Function):
-    """x -> x as FP8 holds it; the gradient passes as it is."""
+    """x -> x as FP8 holds it, or several tensors that it joins, by their rows; the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-        return rounded(x, tiles)
+    def forward(ctx: Any, x: torch.Tensor, tiles: Tiles, joined: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        if not joined:
+            return rounded(x, tiles)
+        whole = torch.empty_like(x)
+        for rows in joined:
+            whole[rows] = rounded(x[rows], tiles)
+        return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
 
 
 class _FourBits(torch.autograd.Function):
@@ -81,30 +91,38 @@ class _RoundedGradient(torch.autograd.Function):
         return rounded(grad, ctx.tiles, ctx.dtype), None, None
 
 
-def emulate(chunk: torch.nn.Module, emulation: Emulation) -> int:
+def emulate(chunk: torch.nn.Module, emulation: Emulation, weight_map: WeightMap | None = None) -> int:
     """Have the linear layers of a model's decoder layers compute as if in FP8; returns how many there are.
 
     Embedding, router, norms and output layer are none of them. Layers for multi-token prediction are rounded with the
     decoder's, whatever `layers` says.
+
+    Args:
+        weight_map: says which tensors of the checkpoint a parameter joins: each is rounded by itself, as engines do.
     """
-    count = 0
+    count, joined = 0, _rows(chunk, weight_map)
     layers = [layer for layer in cast("Any", chunk).decoder.layers if layer.layer_number - 1 in emulation.layers]
     for part in (*layers, *getattr(getattr(chunk, "mtp", None), "layers", ())):
         for name, module in part.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                _round(module, emulation, name.rpartition(".")[2])
+                rows = joined.get(id(module.weight), [])
+                _round(module, emulation, rows)
                 count += 1
-                _tell(name, module, emulation)
+                _tell(name, module.weight, emulation, rows)
     return count
 
 
-def _round(module: Any, emulation: Emulation, end: str) -> None:
+def _round(module: Any, emulation: Emulation, joined: Sequence[torch.Tensor]) -> None:
     weight, row = tiles(emulation.recipe), tiles(emulation.recipe, ROWS)
     if weight.four_bits:
-        part, group = _part(module, end), getattr(module, "tp_group", None)
+        group, part = getattr(module, "tp_group", None), None
+        if joined:
+            part = torch.empty(len(module.weight), dtype=torch.int64, device=module.weight.device)
+            for number, rows in enumerate(joined):
+                part[rows] = number
         substitute(module, lambda tensor: _FourBits.apply(tensor, part, group))
     else:
-        substitute(module, lambda tensor: _Rounded.apply(tensor, weight))
+        substitute(module, lambda tensor: _Rounded.apply(tensor, weight, joined))
     if not emulation.activations:
         return
     module.register_forward_pre_hook(lambda _, inputs: (_Rounded.apply(inputs[0], row), *inputs[1:]))
@@ -112,25 +130,34 @@ def _round(module: Any, emulation: Emulation, end: str) -> None:
         lambda _, __, out: (_RoundedGradient.apply(out[0], row, emulation.gradients), *out[1:]))
 
 
-def _part(module: Any, end: str) -> torch.Tensor | None:
-    """Which of the checkpoint's tensors each row of a fused parameter belongs to; None where it is one."""
-    rows, config = module.weight.shape[0], module.config
-    device = cpu.device()
-    if end == "linear_fc1" and config.gated_linear_unit:
-        return torch.arange(2, device=device).repeat_interleave(rows // 2)
-    each = config.kv_channels * torch.tensor([config.num_attention_heads // config.num_query_groups, 1, 1])
-    if end != "linear_qkv" or rows % int(each.sum()):
-        return None
-    return torch.arange(3).repeat_interleave(each).repeat(rows // int(each.sum())).to(device)
+def _rows(chunk: torch.nn.Module, weight_map: WeightMap | None) -> dict[int, list[torch.Tensor]]:
+    """By the id of a parameter that joins several tensors of the checkpoint: the rows of each, in its order."""
+    if weight_map is None:
+        return {}
+    rules, joined = {ours: rule for ours, rule, _ in instances(weight_map)}, {}
+    for name, parameter in global_parameters(chunk).items():
+        if (rule := rules.get(name)) is None or rule.join == "same" or parameter.dim() != 2:
+            continue
+        ranks = _ranks(parameter) if getattr(parameter, "partition_dim", 0) == 0 else 1
+        numbers = torch.arange(len(parameter), device=parameter.device)[:, None]
+        joined[id(parameter)] = [rows[:, 0] for rows in tensor_merges.whole(
+            rule, list(tensor_merges.split(rule, numbers, weight_map, ranks)))]
+    return joined
 
 
-def _tell(name: str, module: Any, emulation: Emulation) -> None:
-    """Blocks of a fused or cut parameter are those of the checkpoint's tensors only where their edges meet."""
-    blocks, parts, config = tiles(emulation.recipe), {"linear_qkv": 3, "linear_fc1": 2}, module.config
-    end = name.rpartition(".")[2]
-    heights = {"linear_qkv": config.kv_channels, "linear_fc1": module.weight.shape[0] // 2}
-    meets = blocks.rows is not None and heights.get(end, 0) % blocks.rows == 0 and (
-        not isinstance(module, RowParallelLinear) or config.tensor_model_parallel_size == 1
-        or module.weight.shape[1] % blocks.columns == 0)
-    if not meets and (end in parts or isinstance(module, RowParallelLinear)):
-        logger.debug("%s: the blocks of %s here are not those of the tensors that engines hold", name, end)
+def _ranks(parameter: Any) -> int:
+    """Tensor-parallel ranks among which a linear layer's parameter is cut; those of experts are others."""
+    expert = not getattr(parameter, "allreduce", True)
+    group = (parallel_state.get_expert_tensor_parallel_group if expert else
+             parallel_state.get_tensor_model_parallel_group)()
+    return group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
+
+
+def _tell(name: str, weight: Any, emulation: Emulation, rows: list[torch.Tensor]) -> None:
+    """Blocks of a rank's share are those of the checkpoint's tensors only where their edges meet."""
+    blocks = tiles(emulation.recipe)
+    if _ranks(weight) == 1 or emulation.recipe == NVFP4:
+        return
+    shares, size = ((weight.shape[1],), blocks.columns) if weight.partition_dim else (map(len, rows), blocks.rows)
+    if size is None or any(share % size for share in shares):
+        logger.debug("%s: the blocks of this rank's share are not those of the tensors that engines hold", name)

@@ -40,7 +40,7 @@ class Fp8Options:
     first_layers: int = option(0, "Layers at the start whose modules such weights do not quantise.")
     last_layers: int = option(0, "Layers at the end whose modules such weights do not quantise.")
     emulate: Literal["all", "weights"] = option(
-        "all", "What training without FP8 kernels rounds: all operands, or weights alone, as the local engine does."
+        "all", "What training without FP8 kernels and the local engine round: all operands, or weights alone."
     )
 
 
@@ -113,7 +113,7 @@ class Fp8:
                             if not name.startswith("fp8") and name not in OF_KERNELS}
 
     @hookimpl
-    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec) -> torch.nn.Module:
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, weight_map: WeightMap) -> torch.nn.Module:
         """Emulation: the decoder's linear layers round their operands."""
         if (fields := self._emulation) is None:
             return chunk
@@ -126,7 +126,7 @@ class Fp8:
         made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - plain_layers,
                          torch.float8_e5m2 if fields["fp8"] == "hybrid" else torch.float8_e4m3fn,
                          self.options.emulate == "all")
-        count = emulate(chunk, made)
+        count = emulate(chunk, made, weight_map)
         logger.info("%d linear layers compute as if in FP8 (%s)", count, made.recipe)
         return chunk
 
@@ -145,12 +145,13 @@ class Fp8:
     @hookimpl
     def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """FP8 weights times their scales, for an engine that has no kernels for them."""
-        from miles_fp8.stream import plain, plain_of_four_bits
+        from miles_fp8.stream import plain, plain_of_four_bits, rounding_inputs
 
         fp8_format = self._held()
-        if fp8_format is not None and fp8_format.tiles.four_bits:
-            return plain_of_four_bits(stream)
-        return plain(stream, fp8_format.tiles) if fp8_format is not None else plain(stream)
+        if fp8_format is None:
+            return plain(stream)
+        stream = plain_of_four_bits(stream) if fp8_format.tiles.four_bits else plain(stream, fp8_format.tiles)
+        return rounding_inputs(stream, fp8_format) if self.options.emulate == "all" else stream
 
     @hookimpl("convert", name="hf-to-fp8")
     def convert(self, source: Path, out: Path) -> str:

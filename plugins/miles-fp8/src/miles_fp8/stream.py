@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from miles_megatron.disk_names import changed, split
@@ -73,6 +74,28 @@ def plain_of_four_bits(stream: Stream) -> Stream:
         raise EngineError("NVFP4 weights came without their scales", got=f"{len(pending)}, such as {min(pending)}",
                           fix="send weight, weight_scale and weight_scale_2 of each, or fetch the checkpoint again",
                           code="nvfp4-scales-missing")
+
+
+def rounding_inputs(stream: Stream, fp8_format: Held) -> Stream:
+    """Plain tensors; those that were in FP8 say that their inputs are rounded as well, each row by itself.
+
+    FP8 kernels of engines find the scales of activations as they go. A row must not depend on those beside it, so where
+    a recipe has one scale for all, or NVFP4's scale of scales, a row here has its own.
+    """
+    row = replace(fp8_format.tiles, rows=1)
+
+    def round_inputs(x: torch.Tensor) -> torch.Tensor:
+        if not row.four_bits:
+            return rounded(x, row)
+        flat = x.reshape(-1, x.shape[-1])
+        return nvfp4.rounded(flat, nvfp4.of_tensors(flat, torch.arange(len(flat), device=x.device))).view(x.shape)
+
+    for name, tensor in stream:
+        # Experts in one tensor are not called weights there; what holds for a matrix of theirs holds for all.
+        matrix = name if tensor.dim() == 2 else f"{name}.weight"
+        if fp8_format.quantises(matrix, tensor.shape[-2:]):
+            vars(tensor)["round_inputs"] = round_inputs
+        yield name, tensor
 
 
 def plain(stream: Stream, tiles: Tiles = WEIGHTS["blockwise"]) -> Stream:

@@ -8,6 +8,7 @@
     device.py         the same on a GPU: packed prefills, and steps as CUDA graphs
     modules.py        the forward pass of any architecture, through its transformers module
     architectures.py  which ones those are
+    operands.py       products that round their inputs, where a weight says so
     weights.py        the engine's copy of a checkpoint, filled from Hugging Face names
     sampling.py       keyed draws and stop strings
     logits.py         log-probs and their gradients by kernels of a GPU, for trainers

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from miles_core.errors import CheckpointError
@@ -92,3 +101,9 @@ def config_of(folder: Path, whole: bool = False) -> PreTrainedConfig:
             raise CheckpointError(f"the local engine does not decode this {key}", got=got, who=str(folder),
                                   fix="use --engine sglang, or another checkpoint", code="local-config-unsupported")
     return config
+
+
+@functools.cache
+def cache_word(module: type[PreTrainedModel]) -> str:
+    """What an architecture's forward calls the cache; transformers 5.24 renamed it in most."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"

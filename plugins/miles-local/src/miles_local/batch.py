@@ -17,6 +17,7 @@ import torch
 
 from miles_core.stages.rollout import Request
 from miles_local.cache import WIDTH, Cache, Prefill, round_up
+from miles_local.operands import rounding
 from miles_local.sampling import Draws, StopStrings, draw, uniforms
 
 if TYPE_CHECKING:
@@ -153,8 +154,9 @@ class Batch:
         for contexts, members in _portions(self._join(seqs)):
             trace = any(seq.wants_routing for seq in members)
             images = [pictures for _, pictures in contexts]
-            filled = self._decoder.prefill(weights, [tokens for tokens, _ in contexts], trace,
-                                           **({"images": images} if any(images) else {}))
+            with rounding(weights):
+                filled = self._decoder.prefill(weights, [tokens for tokens, _ in contexts], trace,
+                                               **({"images": images} if any(images) else {}))
             place = {context: index for index, context in enumerate(contexts)}
             picks = [place[seq.origin[1]] for seq in members]
             first = len(self.seqs)
@@ -205,7 +207,8 @@ class Batch:
         self._cache.reserve(rows, int(positions.max()) + 1)
         trace = any(seq.wants_routing for seq in self.seqs)
         tokens = torch.from_numpy(of["last"][:rows])
-        logits, routing = self._decoder.step(weights, self._cache, tokens, torch.from_numpy(positions), trace)
+        with rounding(weights):
+            logits, routing = self._decoder.step(weights, self._cache, tokens, torch.from_numpy(positions), trace)
         if routing is not None:
             buffer = self._columns("routing", int(positions.max()) + 1)
             buffer[np.arange(count), positions[:count]] = routing[:count].numpy()

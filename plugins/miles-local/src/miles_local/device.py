@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from miles_local.cache import WIDTH, Cache, Prefill, round_up
 from miles_local.decode import Decoder, unseen
+from miles_local.operands import memory
 from miles_local.weights import ModelShape, Weights
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class DeviceDecoder(Decoder):
         fresh = new.slots()
         for name, (place, _) in old.slots().items():
             place.copy_(fresh[name][0])
+            if (function := new.rounded_inputs.get(memory(fresh[name][0]))) is not None:
+                old.rounded_inputs[memory(place)] = function
         return old
 
     def bucket(self, count: int, cache: Cache) -> int:

@@ -22,4 +22,5 @@ def prefill_inputs(model: Any, tokens: Sequence[int], images: Sequence[bytes]) -
 @hookspec("chain", role="rollout", per="sync")
 def import_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """9: what came from `export_weights`, or from a checkpoint, on its way into an engine that computes with plain
-    weights (the local one), as a generator."""
+    weights (the local one), as a generator. A tensor may have an attribute `round_inputs`, a function [..., in] -> the
+    same: what the layer is to make of all that it multiplies this weight with."""

@@ -10,7 +10,6 @@ full forward to rounding.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import re
@@ -29,10 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
-from miles_local.architectures import class_of, config_of, inside_text, taken_out
+from miles_local.architectures import cache_word, class_of, config_of, inside_text, taken_out
 from miles_local.cache import CPU, Cache, Prefill, round_up
 from miles_local.decode import BaseDecoder
 from miles_local.inputs import AHEAD, SequenceInputs, laid_out
+from miles_local.operands import Rounded, RoundInputs, round_inputs
 from miles_local.recurrent import Recurrent, States, by_length
 from miles_local.weights import beside_text, eos_ids, read_tensors
 
@@ -121,6 +121,7 @@ class ModuleDecoder(BaseDecoder):
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU,
                  inputs: SequenceInputs | None = None):
         self._dtype, self.device, self._checked, self._inputs = dtype, device, False, inputs
+        self._rounded = Rounded()
         self._config = config_of(folder, whole=inputs is not None)
         self._class = class_of(self._config, whole=inputs is not None)
         self._taken_out = inputs is None and taken_out(self._config)
@@ -148,6 +149,7 @@ class ModuleDecoder(BaseDecoder):
             EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
         """
         state: dict[str, torch.Tensor] = {}
+        declared: dict[str, tuple[torch.Size, RoundInputs | None]] = {}
         for stored, tensor in stream:
             name = inside_text(stored) if self._taken_out else stored
             if name is None:
@@ -156,10 +158,11 @@ class ModuleDecoder(BaseDecoder):
                 raise EngineError("a tensor appears twice in the weights", code="tensor-sent-twice", got=name,
                                   fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
+            declared[name] = tensor.shape, round_inputs(tensor)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
                                   fix="look at the last training step")
-        return self._ready(self._load(state))
+        return self._rounded.noted(self._ready(self._load(state)), declared, self._load)
 
     def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's, for `stage`; see read_tensors."""
@@ -291,7 +294,7 @@ class ModuleDecoder(BaseDecoder):
         more = {"position_ids": positions} | {name: one.to(self.device) for name, one in (more or {}).items()}
         with _building:
             return weights(input_ids=tokens, use_cache=True, logits_to_keep=1, **more,
-                           **{_cache_word(type(weights)): cache}).logits
+                           **{cache_word(type(weights)): cache}).logits
 
     def _load(self, state: dict[str, torch.Tensor]) -> PreTrainedModel:
         """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
@@ -354,12 +357,6 @@ class ModuleDecoder(BaseDecoder):
             fed = torch.tensor([ids[-back] for ids in _PROBES])
             got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
         return max(float((a - b).abs().max() / b.std()) for a, b in zip(got, expected, strict=True))
-
-
-@functools.cache
-def _cache_word(module: type[PreTrainedModel]) -> str:
-    """What an architecture's forward calls the cache; transformers 5.24 renamed it in most."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def _attend_by(module: PreTrainedModel, name: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.reading import parse_json, reading
+from miles_local.operands import RoundInputs, memory, round_inputs
 
 ROPES = ("default", "linear", "yarn", "llama3")
 LINE = 16
@@ -267,10 +268,14 @@ def _projection_slots(name: str, weight: torch.Tensor,
 
 
 class Weights:
-    """One complete set of weights. A new set is filled and checked beside the old one, then takes its place."""
+    """One complete set of weights. A new set is filled and checked beside the old one, then takes its place.
+
+    rounded_inputs: by the memory of a weight, how its inputs are rounded (operands.py).
+    """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device | str = "cpu"):
         self.shape = shape
+        self.rounded_inputs: dict[int, RoundInputs] = {}
         with torch.device(device):
             self.embed = torch.empty(shape.vocab, shape.hidden, dtype=dtype)
             self.head = self.embed if shape.tied else _matrix(shape.vocab, shape.hidden, dtype=dtype)
@@ -314,6 +319,8 @@ class Weights:
                                   code="tensor-shape-mismatch", got=list(tensor.shape),
                                   fix="send tensors in their on-disk shapes")
             place.copy_(tensor.detach())
+            if (function := round_inputs(tensor)) is not None:
+                weights.rounded_inputs[memory(place)] = function
             if not torch.isfinite(place).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
                                   fix="look at the last training step")

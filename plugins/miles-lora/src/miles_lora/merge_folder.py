@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from miles_megatron import hf_config
+from miles_megatron.convert import architecture
+from miles_megatron.disk_names import changed as in_place_of
+from miles_megatron.disk_names import places
 from miles_megatron.readers import Readers
 from miles_megatron.shards import tensor_files
+from miles_megatron.specs import WeightMap
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError
 from miles_lora import peft
 from miles_lora.merging import merge
 from miles_lora.targets import adapter_of, names_of
+
+_AS_NAMED = WeightMap(rules=(), heads=0, groups=0, head_dim=0)
+"""Of files that have a tensor for each adapter, by its name; others keep all experts in one, or call them otherwise."""
 
 
 def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -> str:
@@ -24,7 +31,8 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
         alpha: of these; a PEFT directory says its own.
 
     Raises:
-        CheckpointError: no adapters, or adapters of weights that the base does not have.
+        CheckpointError: no adapters, adapters of weights that the base does not have, or a base that is not plain.
+        OwnerError: no plugin knows where this architecture keeps the weights, whose names are not those of the files.
     """
     base = tensor_files(source)
     files = base if adapters is None else base | tensor_files(adapters)
@@ -32,21 +40,23 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
     if not changed:
         raise CheckpointError("no adapters to merge", code="lora-nothing-to-merge", who=str(source),
                               fix="name a PEFT directory with --lora-adapter-path")
-    if lost := sorted(changed - base.keys()):
+    if stated := hf_config.quantization(source):
+        raise CheckpointError("adapters cannot be merged into quantised weights", code="lora-base-quantised",
+                              got=stated.get("quant_method"), who=str(source / "config.json"), fix="merge into plain "
+                              "weights: miles convert fp8-to-hf or int4-to-hf writes them, or use the run's --save-hf")
+    weight_map = _AS_NAMED if changed <= base.keys() else architecture(source, ())[1]
+    names = [name for name in base if adapter_of(name) is None]
+    if lost := sorted(changed - places(names, weight_map).keys()):
         raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
                               fix="use the base model that they were trained on", code="lora-adapters-of-other-model")
     shape = None if adapters is None else peft.read(adapters)
     with Readers(files) as read:
 
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            for name in base:
-                if adapter_of(name) is None:
-                    weight = read.tensor(name)
-                    if name in changed:
-                        first, second = map(read.tensor, names_of(name))
-                        scale = alpha / len(first) if shape is None else shape.scale
-                        weight = merge(weight, first, second, scale)
-                    yield name, weight
+        def with_adapter(name: str, weight: torch.Tensor) -> torch.Tensor:
+            if name not in changed:
+                return weight
+            first, second = map(read.tensor, names_of(name))
+            return merge(weight, first, second, alpha / len(first) if shape is None else shape.scale)
 
-        export_hf(out, source, stream())
+        export_hf(out, source, in_place_of(((name, read.tensor(name)) for name in names), weight_map, with_adapter))
     return f"{len(changed)} weights merged"
