@@ -27,11 +27,13 @@ PER_LAYER = {**FOUR, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_inp
 UNMAPPED = {
     "deepseek_v4": {**SPARSE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16,
                     "o_lora_rank": 8, "o_groups": 2, "qk_rope_head_dim": 8, "sliding_window": 8, "index_topk": 2,
-                    "index_n_heads": 16, "index_head_dim": 16, "mlp_layer_types": ["hash_moe", "moe"] * 2,
+                    "index_n_heads": 16, "index_head_dim": 16, "hc_sinkhorn_iters": 4,
+                    "mlp_layer_types": ["hash_moe", "moe"] * 2,
                     "layer_types": ["sliding_attention", "heavily_compressed_attention",
                                     *2 * ["compressed_sparse_attention"]],
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
-    "gemma3n_text": {**PER_LAYER, "head_dim": 8, "laurel_rank": 8, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
+    "gemma3n_text": {**PER_LAYER, "head_dim": 8, "laurel_rank": 8,
+                     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
     "gemma4_text, E2B": {**PER_LAYER, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 30.0},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8, "lm_head_multiplier": 0.5},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
@@ -46,9 +48,13 @@ UNMAPPED = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "deepseek_v32": {**SPARSE, **LATENT, "n_group": 2, "topk_group": 1, "index_topk": 4, "index_n_heads": 8,
                      "index_head_dim": 16, "first_k_dense_replace": 1},
+    "mimo_v2_flash": {**SPARSE, "head_dim": 16, "v_head_dim": 8, "swa_head_dim": 16, "swa_v_head_dim": 8,
+                      "num_local_experts": 4, "sliding_window": 8},
     "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "apertus": {}, "arcee": {}, "doge": {}}
 """Most of which the trainer for Megatron does not build."""
 OTHERS |= UNMAPPED
+ATTENTION = {"mimo_v2_flash": "eager"}
+"""Where the packed one refuses: sinks."""
 GATE = {"olmo2", "deepseek_v4"}
 
 
@@ -64,8 +70,10 @@ class Alone:
 def built(kind):
     """A tiny random model; numbers of experts in its tables are those of experts that there are."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    if kind.partition(",")[0] not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not know it")
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind.partition(",")[0], **{**SIZES, **OTHERS[kind]})
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -96,7 +104,7 @@ def checkpoint(tmp_path_factory):
                                   for kind in OTHERS])
 def test_it_trains_what_the_engine_samples(kind, checkpoint):
     """Engine and trainer agree before each step, also on weights that the first step has made."""
-    run = toy_run(["fsdp"], steps=2, checkpoint=checkpoint(kind), flags=["--rollout-max-response-len", "12"],
+    run = toy_run(["fsdp"], steps=2, checkpoint=checkpoint(kind), flags=["--rollout-max-response-len", "12", "--attn-implementation", ATTENTION.get(kind, "packed")],
                   options={"perf.trainer": "fsdp", "rollout.rollout_temperature": 0.8})
     gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in run.metrics]
     print(kind, gaps, [one["train/grad_norm"] for one in run.metrics])
@@ -104,7 +112,7 @@ def test_it_trains_what_the_engine_samples(kind, checkpoint):
     assert all(one["train/grad_norm"] > 0 for one in run.metrics)
 
 
-@pytest.mark.parametrize("kind", [kind if kind in list(UNMAPPED)[:4] else pytest.param(kind, marks=pytest.mark.full)
+@pytest.mark.parametrize("kind", [kind if kind in list(UNMAPPED)[:3] else pytest.param(kind, marks=pytest.mark.full)
                                   for kind in UNMAPPED])
 def test_gradients_are_those_of_samples_one_by_one(kind):
     """Whether samples are packed or side by side: none reaches another, and what fills up reaches nothing."""
@@ -115,7 +123,7 @@ def test_gradients_are_those_of_samples_one_by_one(kind):
     from miles_fsdp.scored import Temperature
 
     columns, cpu = Columns(), torch.device("cpu")
-    ours, samples = CausalModule(built(kind), Temperature(0.7, 4)), canned_samples()
+    ours, samples = CausalModule(built(kind), Temperature(0.7, 4), ATTENTION.get(kind, "packed")), canned_samples()[:3]
     keep_apart(ours, MicroBatch(columns, _two_samples(columns, ours.reach), cpu), Alone())
     results = []
     for batches in ([samples], [[one] for one in samples]):

@@ -48,7 +48,7 @@ class _Output(BaseModelOutput):
 
 
 class _Passed(torch.nn.Module):
-    """In the body's place: its output is what the model is given. What heads read of a body, a factor, is that body's."""
+    """In the body's place: its output is what the model is given. What else a head reads of a body is that body's."""
 
     def __init__(self, body: torch.nn.Module):
         super().__init__()
@@ -127,8 +127,8 @@ class CausalModule(torch.nn.Module):
 
     @property
     def reach(self) -> int:
-        """Tokens of a sample by which it shows whether others reach it; keys may be means of 128 in attention of its own
-        kind."""
+        """Tokens of a sample that show whether others reach it: many where an architecture's own attention computes,
+        since that may see means of 128 of them."""
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or FARTHEST
         return 5 if self.model.config._attn_implementation == NAME else min(FARTHEST, context)
 
