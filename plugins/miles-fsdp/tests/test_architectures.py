@@ -104,8 +104,8 @@ def checkpoint(tmp_path_factory):
                                   for kind in OTHERS])
 def test_it_trains_what_the_engine_samples(kind, checkpoint):
     """Engine and trainer agree before each step, also on weights that the first step has made."""
-    attention = ["--attn-implementation", ATTENTION.get(kind, "packed")]
-    run = toy_run(["fsdp"], steps=2, checkpoint=checkpoint(kind), flags=["--rollout-max-response-len", "12", *attention],
+    flags = ["--rollout-max-response-len", "12", "--attn-implementation", ATTENTION.get(kind, "packed")]
+    run = toy_run(["fsdp"], steps=2, checkpoint=checkpoint(kind), flags=flags,
                   options={"perf.trainer": "fsdp", "rollout.rollout_temperature": 0.8})
     gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in run.metrics]
     print(kind, gaps, [one["train/grad_norm"] for one in run.metrics])
