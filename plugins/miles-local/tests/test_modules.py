@@ -11,7 +11,7 @@ import torch
 from miles_local.engine import LocalEngine
 from miles_local.modules import ModuleDecoder
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
@@ -286,6 +286,21 @@ def test_what_no_cache_here_fits_is_computed_anew(kind, tmp_path, caplog):
     for one, answer in zip([*asked, twin], ask(tmp_path, [*asked, twin]), strict=True):
         assert np.abs(answer.log_probs - drawn(model, one, answer)).max() <= 1e-5
     assert f"{kind} decodes by computing a sequence anew" in caplog.text
+
+
+def test_a_table_of_integers_is_not_rounded(tmp_path):
+    """DeepSeek-V4's experts by token, whose numbers bfloat16 does not have."""
+    if "deepseek_v4" not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not know it")
+    config = AutoConfig.for_model("deepseek_v4", **{
+        **TINY, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2,
+        "qk_rope_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
+    model = AutoModelForCausalLM.from_config(config)
+    table = model.model.layers[0].mlp.gate.tid2eid
+    table[VOCAB - 1] = 257
+    config.save_pretrained(tmp_path)
+    module = ModuleDecoder(tmp_path, torch.bfloat16).stage(model.state_dict().items())
+    assert torch.equal(module.model.layers[0].mlp.gate.tid2eid, table)
 
 
 def test_a_module_that_looks_ahead_is_refused(tmp_path):
