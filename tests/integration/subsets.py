@@ -37,7 +37,7 @@ CHOSEN_BY = {
 """The key that chooses a named part."""
 BUILT_IN = ("qwen3", "qwen3_moe")
 UNDECODED = ("glm_moe_dsa", "deepseek_v32")
-"""Families whose sparse attention the local engine does not decode, as it says itself."""
+"""Families whose sequences the local engine computes anew for each token, which would take a drawn run too long."""
 
 
 DRAWN = sorted(set(KNOWN) - set(DEFAULTS))

@@ -20,7 +20,6 @@ UNPUBLISHED = {"gemma4_text", "gemma4_unified", "llama4_text", "qwen3_5_text", "
 """Text models that are released inside others or under another name alone, and two whose larger siblings are in the
 table."""
 DECODED_BY_SERVERS_ALONE = {"mimo": "architecture-not-in-transformers",
-                            "deepseek_v32": "local-config-unsupported", "glm_moe_dsa": "local-config-unsupported",
                             "qwen2_5_vl": "local-config-unsupported"}
 PLAIN = {"fp8": "fp8-to-hf", "int4": "int4-to-hf"}
 DRAFTS = ("mtp.", "model.mtp_layers.", "model.layers.2.")

@@ -44,7 +44,7 @@ def log_probs(module, samples):
 
 
 def asked(module):
-    keep_apart(module, MicroBatch(COLUMNS, _two_samples(COLUMNS), CPU), Alone())
+    keep_apart(module, MicroBatch(COLUMNS, _two_samples(COLUMNS, module.reach), CPU), Alone())
     return module
 
 
@@ -59,6 +59,14 @@ def test_a_sample_scores_the_same_alone_and_beside_others(kind, more, packs):
     assert packs is None or ours.packs is packs
     for together, (alone,) in zip(log_probs(ours, samples), (log_probs(ours, [one]) for one in samples), strict=True):
         torch.testing.assert_close(together, alone, atol=2e-6, rtol=0)
+
+
+def test_keys_that_are_means_of_many_tokens_are_found():
+    """DeepSeek-V4's of 128, in a model without layers that reach less far."""
+    kind = "heavily_compressed_attention"
+    assert asked(module("deepseek_v4", num_key_value_heads=1, head_dim=16, q_lora_rank=16, o_lora_rank=8, o_groups=2,
+                        qk_rope_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                        sliding_window=4, layer_types=[kind] * 2, max_position_embeddings=640)).packs is False
 
 
 def test_a_layer_that_goes_on_is_found():

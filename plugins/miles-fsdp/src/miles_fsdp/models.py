@@ -122,7 +122,8 @@ class Models:
             tables(model, self._ranks.device)
         shard(module, self._ranks, self._options, low=declared.trainable and config.perf.bf16,
               offload=self._options.cpu_offload or not declared.trainable)
-        keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
+        samples = _two_samples(self._columns, module.reach)
+        keep_apart(module, MicroBatch(self._columns, samples, self._ranks.device), self._ranks)
         check_shared(module, self._ranks.context.size)
         return module
 
@@ -198,13 +199,15 @@ class Models:
         self.modules.clear()
 
 
-def _two_samples(columns: Columns) -> list[Sample]:
-    """What `keep_apart` asks with: five tokens each, of which three are the answer."""
+def _two_samples(columns: Columns, length: int = 5) -> list[Sample]:
+    """What `keep_apart` asks with: so many tokens each, of which all but two are the answer."""
     def made(index: int) -> Sample:
+        answer = length - 2
         values: dict[str, np.ndarray] = {
-            "tokens": np.arange(5 * index, 5 * index + 5, dtype=np.int32), "loss_mask": np.ones(3, np.uint8),
-            "rollout_log_probs": np.zeros(3, np.float32), "versions": np.zeros(3, np.int32)}
-        return Sample(Prompt(index, index, "", (0, 1)), index, values, 3)
+            "tokens": np.arange(5 * index, 5 * index + length, dtype=np.int32) % 64,
+            "loss_mask": np.ones(answer, np.uint8),
+            "rollout_log_probs": np.zeros(answer, np.float32), "versions": np.zeros(answer, np.int32)}
+        return Sample(Prompt(index, index, "", (0, 1)), index, values, answer)
 
     return [made(0), made(1)]
 

@@ -32,6 +32,8 @@ from miles_fsdp.server_kernels import attend
 logger = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # the run has a terminal of its own to fill
 
+FARTHEST = 136
+"""Tokens from which on no architecture shows anything new of what its attention sees."""
 T = TypeVar("T")
 Inputs = Callable[[Any, Sample], dict[str, torch.Tensor]]
 Around = Callable[[Callable[[Packed], torch.Tensor], Packed], torch.Tensor]
@@ -46,7 +48,14 @@ class _Output(BaseModelOutput):
 
 
 class _Passed(torch.nn.Module):
-    """In the body's place: its output is what the model is given."""
+    """In the body's place: its output is what the model is given. What else a head reads of a body is that body's."""
+
+    def __init__(self, body: torch.nn.Module):
+        super().__init__()
+        self._body = (body,)  # a tuple hides it from torch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_body"][0], name)
 
     def forward(self, input_ids: Any = None, inputs_embeds: torch.Tensor | None = None, **_: Any) -> Any:
         return _Output(last_hidden_state=inputs_embeds)
@@ -97,7 +106,7 @@ class CausalModule(torch.nn.Module):
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
         head = copy.copy(model)  # the same parameters and code, but for the body
-        head._modules = {**model._modules, model.base_model_prefix: _Passed()}
+        head._modules = {**model._modules, model.base_model_prefix: _Passed(model.base_model)}
         self._head = (head,)  # torch would take it for a second model
 
     def forward(self, batch: MicroBatch, use: Callable[[Scored], T], around: Around | None = None) -> T:
@@ -115,6 +124,13 @@ class CausalModule(torch.nn.Module):
         index = batch.index[batch.mine] - batch.stretch.start
         return use(Scored(hidden[index], self._logits, batch, self.temperature,
                           None if self.value_head is None else self.value_head.weight))
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a sample that show whether others reach it: many where an architecture's own attention computes,
+        since that may see means of 128 of them."""
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or FARTHEST
+        return 5 if self.model.config._attn_implementation == NAME else min(FARTHEST, context)
 
     def text_layers(self) -> list[torch.nn.Module]:
         """Blocks that every micro-batch goes through."""

@@ -7,6 +7,8 @@
     decode.py         the forward pass of Llama and its kin, on a CPU bit-identical in any batch
     device.py         the same on a GPU: packed prefills, and steps as CUDA graphs
     modules.py        the forward pass of any architecture, through its transformers module
+    recurrent.py      layers whose past is a state; recomputed.py, architectures that no cache here fits
+    routing.py        the experts that tokens pass in such a module
     architectures.py  which ones those are
     operands.py       products that round their inputs, where a weight says so
     weights.py        the engine's copy of a checkpoint, filled from Hugging Face names

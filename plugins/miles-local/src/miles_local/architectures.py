@@ -21,8 +21,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json
 
-LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "mlp", "moe"}
-"""Kinds of layers whose past is keys and values by position, or a state; and those that have none."""
+WITH_STATES = {"linear_attention"}
+"""Kinds of layers whose past is a state."""
+LAYERS = WITH_STATES | {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+"""These, those whose past is keys and values by position, and those that have none. Of others the past is not kept."""
 BATCHED_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies change with the longest sequence of the batch."""
 
@@ -73,7 +75,7 @@ def config_of(folder: Path, whole: bool = False) -> PreTrainedConfig:
         whole: as `class_of`.
 
     Raises:
-        CheckpointError: transformers does not know the architecture, or its past is not what the engine keeps.
+        CheckpointError: transformers does not know the architecture, or its rope depends on the batch.
     """
     try:
         hf_config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
@@ -92,7 +94,6 @@ def config_of(folder: Path, whole: bool = False) -> PreTrainedConfig:
     kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
     problems = {
         "model_type": config.model_type if class_of(config, whole) is None else None,
-        "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
         "rope_type": sorted(kinds & BATCHED_ROPES),
         "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",
     }

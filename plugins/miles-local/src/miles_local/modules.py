@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,21 +27,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
-from miles_local.architectures import cache_word, class_of, config_of, inside_text, taken_out
+from miles_local.architectures import LAYERS, WITH_STATES, cache_word, class_of, config_of, inside_text, taken_out
 from miles_local.cache import CPU, Cache, Prefill, round_up
 from miles_local.decode import BaseDecoder
 from miles_local.inputs import AHEAD, SequenceInputs, laid_out
 from miles_local.operands import Rounded, RoundInputs, round_inputs
+from miles_local.recomputed import Recomputing
 from miles_local.recurrent import Recurrent, States, by_length
+from miles_local.routing import chosen_experts, experts_of, stacked
 from miles_local.weights import beside_text, eos_ids, read_tensors
 
 ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
-CHOSEN = {"top_k_index", "router_indices"}
-"""What transformers' experts call the indices of those that a token passes."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Of the check of a module: largest difference of logits, in standard deviations of the logits."""
 
+logger = logging.getLogger(__name__)
 _building = threading.Lock()  # transformers sets torch's default dtype, the whole process's, while it builds a module
 
 
@@ -105,7 +105,7 @@ class ModuleShape:
     sparse: frozenset[int] = frozenset()
 
 
-class ModuleDecoder(BaseDecoder):
+class ModuleDecoder(Recomputing, BaseDecoder):
     """The forward pass of any causal language model of transformers; weights are whole modules.
 
     Args:
@@ -132,14 +132,15 @@ class ModuleDecoder(BaseDecoder):
         with _building, torch.device("meta"):
             skeleton = self._class._from_config(copy.deepcopy(self._config))
         embedded = skeleton.get_input_embeddings().weight.numel()
-        sparse = frozenset(_experts(skeleton))
+        sparse = frozenset(experts_of(skeleton))
         self.shape = ModuleShape(
             vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
             eos=eos_ids(text, folder),
             layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
             topk=getattr(text, "top_k_experts", None) or text.num_experts_per_tok if sparse else 0, sparse=sparse,
         )  # fmt: skip
-        self._recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
+        kinds = set(getattr(text, "layer_types", None) or ())
+        self._recurrent, self._recomputes = bool(kinds & WITH_STATES), bool(kinds - LAYERS)
         self._slots: dict[int, int] = {}  # layer -> place in the cache; layers that borrow another's keys have none
 
     def stage(self, stream: Iterable[tuple[str, torch.Tensor]]) -> PreTrainedModel:
@@ -157,7 +158,7 @@ class ModuleDecoder(BaseDecoder):
             if name in state:
                 raise EngineError("a tensor appears twice in the weights", code="tensor-sent-twice", got=name,
                                   fix="send each name once")
-            state[name] = tensor.detach().to(self._dtype, copy=True)
+            state[name] = tensor.detach().to(self._dtype if tensor.is_floating_point() else None, copy=True)
             declared[name] = tensor.shape, round_inputs(tensor)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
@@ -185,11 +186,12 @@ class ModuleDecoder(BaseDecoder):
 
         Where layers have states, which would take both in, sequences of one length are computed at once instead.
         """
+        if (self._recurrent or self._recomputes) and any(images):
+            raise EngineError("the local engine shows no images to layers whose past is a state",
+                              code="local-images-with-states", got=self._config.model_type, fix="use --engine sglang")
+        if self._recomputes:
+            return self._first(weights, sequences, trace)
         if self._recurrent:
-            if any(images):
-                raise EngineError("the local engine shows no images to layers whose past is a state",
-                                  code="local-images-with-states", got=self._config.model_type,
-                                  fix="use --engine sglang")
             return by_length(sequences, lambda equal: self._unpadded(weights, equal, trace))
         count, width = len(sequences), round_up(max(map(len, sequences)))
         tokens = torch.zeros(count, width, dtype=torch.int64)
@@ -202,15 +204,15 @@ class ModuleDecoder(BaseDecoder):
         if self._inputs is not None:
             more, ahead = laid_out(self._inputs, weights, sequences, images or [()] * count, width)
             result.states[AHEAD] = ahead.to(self.device)
-        with self._routing(weights, trace) as routes:
+        with chosen_experts(weights, trace) as routes:
             self._forward(weights, tokens, positions, width, store, more=more)
         last = torch.tensor([len(ids) - 1 for ids in sequences])
         ids = torch.tensor([ids[-1] for ids in sequences])
-        with self._routing(weights, trace) as again:
+        with chosen_experts(weights, trace) as again:
             result.logits = self._next(weights, result, ids, last, width)
         if trace:
-            result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
-            result.routing[torch.arange(count), last] = self._stacked(again, count)
+            result.routing = stacked(routes, count * width, self.shape).view(count, width, self.shape.layers, -1)
+            result.routing[torch.arange(count), last] = stacked(again, count, self.shape)
         return result
 
     def _unpadded(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool) -> Prefill:
@@ -218,12 +220,12 @@ class ModuleDecoder(BaseDecoder):
         tokens, result = torch.tensor(sequences), Prefill(logits=torch.empty(0))
         count, width = tokens.shape
         states = States(None, count)
-        with self._routing(weights, trace) as routes:
+        with chosen_experts(weights, trace) as routes:
             positions = torch.arange(width).expand(count, -1)
             logits = self._forward(weights, tokens, positions, width, self._filling(result), states)
         result.logits, result.states = logits[:, -1].float(), states.tensors
         if trace:
-            result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
+            result.routing = stacked(routes, count * width, self.shape).view(count, width, self.shape.layers, -1)
         return result
 
     def _filling(self, result: Prefill) -> Callable:
@@ -240,36 +242,12 @@ class ModuleDecoder(BaseDecoder):
     def step(self, weights: PreTrainedModel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor,
              trace: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Decoder.step."""
+        if self._recomputes:
+            return self._again(weights, cache, tokens, positions, trace)
         width = round_up(int(positions.max()) + 1)
-        with self._routing(weights, trace) as routes:
+        with chosen_experts(weights, trace) as routes:
             logits = self._next(weights, cache, tokens, positions, width)
-        return logits, self._stacked(routes, len(tokens)) if trace else None
-
-    @contextmanager
-    def _routing(self, weights: PreTrainedModel, trace: bool) -> Iterator[dict[int, torch.Tensor]]:
-        """Layer -> [rows, topk] experts of a forward inside, with `trace`."""
-        experts: dict[int, torch.Tensor] = {}
-
-        def note(layer: int) -> Callable:
-            def hook(module, args, kwargs) -> None:
-                named = [kwargs[name] for name in CHOSEN if name in kwargs]
-                experts[layer] = named[0] if named else args[1]
-            return hook
-
-        handles = [module.register_forward_pre_hook(note(layer), with_kwargs=True)
-                   for layer, module in _experts(weights).items()] if trace else []
-        try:
-            yield experts
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _stacked(self, routes: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
-        """[rows, layers, topk] int16, -1 in layers without experts."""
-        result = torch.full((rows, self.shape.layers, self.shape.topk), -1, dtype=torch.int16)
-        for layer, chosen in routes.items():
-            result[:, layer] = chosen.view(rows, -1).to(torch.int16)
-        return result
+        return logits, stacked(routes, len(tokens), self.shape) if trace else None
 
     def _next(self, weights: PreTrainedModel, cache: Cache | Prefill, tokens: torch.Tensor, positions: torch.Tensor,
               width: int) -> torch.Tensor:
@@ -323,24 +301,40 @@ class ModuleDecoder(BaseDecoder):
             if hasattr(part, "time_step_limit"):
                 part.time_step_limit = (0.0, float("inf"))
         if not self._checked:
-            _attend_by(module, "eager")
-            try:
-                with _hushed():  # transformers says which kernels it does without, in a line each
-                    expected = [_full(module, ids) for ids in _PROBES]
-                    _attend_by(module, ROWS_ATTENTION)
-                    gap = self._gap(module, expected)
-            except Exception as error:
-                raise CheckpointError("the local engine cannot decode this architecture",
-                                      code="local-decode-unsupported", got=str(error), who=self._config.model_type,
-                                      fix="use --engine sglang") from error
-            if not gap <= TOLERANCE.get(self._dtype, 0.2):
-                raise CheckpointError("decoding does not match the full forward pass for this architecture",
-                                      code="local-decode-mismatch",
-                                      got=f"logits differ by {gap:.1e} standard deviations",
-                                      who=self._config.model_type, fix="use --engine sglang")
+            self._check(module)
             self._checked = True
-        _attend_by(module, ROWS_ATTENTION)
+        _attend_by(module, self._whole if self._recomputes else ROWS_ATTENTION)
         return module
+
+    def _check(self, module: PreTrainedModel) -> None:
+        """Find out whether a cache does for this architecture, or whether its sequences are computed anew.
+
+        Raises:
+            CheckpointError: neither gives what full forwards do.
+        """
+        self._whole = module.config.get_text_config()._attn_implementation
+        problem = "layers with a past of their own" if self._recomputes else self._problem(module, ROWS_ATTENTION)
+        if problem:
+            self._recomputes = True
+            logger.warning("engine local: %s decodes by computing a sequence anew for each of its tokens (%s)",
+                           self._config.model_type, problem)
+            if again := self._problem(module, self._whole):
+                raise CheckpointError("the local engine cannot decode this architecture", got=again,
+                                      code="local-decode-unsupported", who=self._config.model_type,
+                                      fix="use --engine sglang")
+
+    def _problem(self, module: PreTrainedModel, attention: str) -> str:
+        """What keeps prefill and steps from what full forwards give; empty if nothing does."""
+        try:
+            with _hushed():  # transformers says which kernels it does without, in a line each
+                _attend_by(module, "eager")
+                expected = [_full(module, ids) for ids in _PROBES]
+                _attend_by(module, attention)
+                gap = self._gap(module, expected)
+        except Exception as error:  # whatever a modeling file may raise
+            logger.debug("%s cannot be decoded so", self._config.model_type, exc_info=True)
+            return str(error) or type(error).__name__
+        return "" if gap <= TOLERANCE.get(self._dtype, 0.2) else f"logits differ by {gap:.1e} standard deviations"
 
     def _gap(self, module: PreTrainedModel, expected: list[torch.Tensor]) -> float:
         """Prefill and two steps of two sequences of unequal lengths against full forwards: largest relative difference.
@@ -364,13 +358,6 @@ def _attend_by(module: PreTrainedModel, name: str) -> None:
     text, parts = module.config.get_text_config(), module.config.sub_configs
     own = [key for key in parts if getattr(module.config, key, None) is text]
     module.set_attn_implementation(dict.fromkeys(own, name) if own else name)
-
-
-def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The decoder's layers' experts, by layer: modules that are told who computes, under a name of transformers'."""
-    located = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
-    return {int(place[1]): each for place, each in located
-            if place and CHOSEN & inspect.signature(each.forward).parameters.keys()}
 
 
 _PROBES = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13), (3, 1, 4, 1, 5))
