@@ -10,7 +10,6 @@ full forward to rounding.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import sys
 import threading
