@@ -172,3 +172,13 @@ def test_the_generator_tracker_tracks_the_cpu_generator(megatron):
     assert torch.equal(torch.get_rng_state(), before)
     with get_cuda_rng_tracker().fork():
         assert not torch.equal(torch.rand(3), first)
+
+
+def test_a_layout_after_another_leaves_no_groups_behind(megatron):
+    """Each would be a thread of gloo that wakes all the time."""
+    import torch.distributed as dist
+
+    cpu.initialize()
+    before = len(dist.distributed_c10d._world.pg_map)
+    cpu.initialize()
+    assert len(dist.distributed_c10d._world.pg_map) == before

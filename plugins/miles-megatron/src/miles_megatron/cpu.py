@@ -370,7 +370,10 @@ def initialize(
             fix="choose sizes whose products divide the number of processes",
         )
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # its groups stay: threads of gloo that wake 200 times a second
+        for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
+        gc.collect()
     parallel_state.initialize_model_parallel(
         tensor, pipeline, virtual_pipeline, context_parallel_size=context, expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from miles_core.plugins.plan import Plan
 from miles_core.plugins.select import Selected
 from miles_core.types import Batch, Group, Prompt, Rank, Sample, Status
 
+T = TypeVar("T")
 TIMEOUT = 300.0
 """Seconds that one question may take."""
 
@@ -123,9 +124,12 @@ class Trial:
 
         return {}
 
-    @contextmanager
-    def _trainer(self, selected: Sequence[Selected], config: RunConfig) -> Iterator[Any]:
-        """The rank's trainer, loaded; its process groups, of which every layout has dozens, end with the block."""
+    def _with_trainer(self, selected: Sequence[Selected], config: RunConfig, use: Callable[[Any], T]) -> T:
+        """What `use` makes of the rank's trainer, loaded.
+
+        Its process groups, of which every layout has dozens, end here: if anything refers to the trainer then, their
+        threads go on.
+        """
         from miles_core.build import trainer_part
         from miles_megatron import cpu
 
@@ -134,7 +138,7 @@ class Trial:
         trainer = trainer_part(selected, config, replace(self.rank, rendezvous=meet))
         trainer.load()
         try:
-            yield trainer
+            return use(trainer)
         finally:
             del trainer
             cpu.leave()
@@ -142,19 +146,22 @@ class Trial:
     def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
               save: Path | None, turns: bool) -> dict[Any, Any]:
         """See `Ranks.train`."""
-        steps, batch = [], None
-        with self._trainer(selected, config) as whole:
+        def use(whole: Any) -> tuple[list[dict[str, float]], Batch | None, dict[str, np.ndarray] | None]:
             trainer = OffloadedBetweenCalls(whole) if turns else whole
+            steps, trained = [], None
             for batch in copy.deepcopy(batches):
                 trainer.take_batch(batch)
                 scores = trainer.score() | trainer.advantage()
                 count = cast("int", config.rollout.num_steps_per_rollout)
                 steps += [scores | trainer.step(index) for index in range(count)]
-                batch = trainer.end_batch()
+                trained = trainer.end_batch()
             weights = self._weights(trainer)
             if save is not None:
                 trainer.save(save, len(batches), {})
                 trainer.saved()
+            return steps, trained, weights
+
+        steps, batch, weights = self._with_trainer(selected, config, use)
         results = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
         return results if weights is None else results | {"weights": weights, "batch": batch}
 
@@ -162,7 +169,7 @@ class Trial:
         """See `Ranks.gradients`."""
         from miles_megatron.hashes import tensor_hashes
 
-        with self._trainer(selected, config) as trainer:
+        def use(trainer: Any) -> dict[str, Any]:
             loaded = tensor_hashes(trainer.models.stream())
             trainer.take_batch(copy.deepcopy(batch))
             metrics: dict[str, Any] = trainer.score() | trainer.advantage() | trainer.step(0)
@@ -170,6 +177,8 @@ class Trial:
             actor.put([getattr(tensor, "main_grad", 0 * tensor) for tensor in actor.tensors()])
             streamed = self._weights(trainer)
             return metrics if streamed is None else metrics | {"gradients": streamed, "hashes": loaded}
+
+        return self._with_trainer(selected, config, use)
 
     def _weights(self, trainer: Any) -> dict[str, np.ndarray] | None:
         """The actor's in float32, which holds every bfloat16, by HF name; on the first rank."""
