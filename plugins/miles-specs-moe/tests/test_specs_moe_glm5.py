@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miles_local.modules import ModuleDecoder
 from miles_megatron import sparse_latent
 from miles_megatron.decoder import DecoderFamily
 from miles_megatron.testing.parity import TINY, cases, model_parity, random_model
@@ -13,7 +12,7 @@ from miles_megatron.testing.ranks import batches
 from miles_specs_moe.families import deepseek_v32, glm_moe_dsa
 from safetensors.torch import load_file
 
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.errors import ConfigError
 from miles_core.plugins.plan import prepare
 
 CASES = {case.name: case for case in cases(Path(__file__).with_name("parity.toml"))}
@@ -85,10 +84,3 @@ def test_a_layer_with_another_attention_is_refused():
     with pytest.raises(ConfigError, match="layer_types"):
         deepseek_v32(AutoConfig.for_model("deepseek_v32", **{
             **TINY, **CASES["DeepSeek-V3.2"].config, "num_hidden_layers": 2, "layer_types": kinds}))
-
-
-def test_the_local_engine_says_that_it_does_not_decode_it(folder):
-    import torch
-
-    with pytest.raises(CheckpointError, match="layer_types"):
-        ModuleDecoder(folder, torch.float32)

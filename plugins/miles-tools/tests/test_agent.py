@@ -267,7 +267,8 @@ def test_what_a_program_forks_ends_with_it(program, tmp_path, then, reason, word
     """A child that keeps the pipes open holds nobody up, however the program ends."""
     path = tmp_path / "pid"
     begin = time.monotonic()
-    group = samples_of(program(TELLS.format(path=str(path)) + then, agent_timeout=2.0), samples=1)
+    limit = 2.0 if reason == "agent_timeout" else 8.0
+    group = samples_of(program(TELLS.format(path=str(path)) + then, agent_timeout=limit), samples=1)
     assert time.monotonic() - begin < 10
     assert ends(path)
     if reason is None:
