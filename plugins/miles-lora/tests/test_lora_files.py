@@ -43,6 +43,16 @@ def logits(model):
         return model(torch.arange(3, 40)[None]).logits[0]
 
 
+def export(plan, folder):
+    """What the trainer of a plan writes with --save-hf."""
+    trainer = trainer_part(plan.selected, plan.config, Rank())
+    try:
+        trainer.load()
+        trainer.export(folder)
+    finally:
+        cpu.leave()
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.full)
@@ -54,13 +64,7 @@ def test_peft_loads_what_a_run_saves_with_the_logits_of_the_merged_model(checkpo
 
     narrow = ("--target-modules", "q_proj,k_proj,v_proj,o_proj") if kind == "moe" else ()
     one.train(plan(checkpoint(kind), *LORA, "--lr", "3e-2", *narrow), batches(2, vocab=264), save=tmp_path / "kept")
-    made = plan(checkpoint(kind), *LORA, *narrow, "--load", tmp_path / "kept")
-    trainer = trainer_part(made.selected, made.config, Rank())
-    try:
-        trainer.load()
-        trainer.export(tmp_path / "hf")
-    finally:
-        cpu.leave()
+    export(plan(checkpoint(kind), *LORA, *narrow, "--load", tmp_path / "kept"), tmp_path / "hf")
     base, whole = (AutoModelForCausalLM.from_pretrained(folder) for folder in (checkpoint(kind), tmp_path / "hf"))
     plain = logits(base)
     found = logits(lib.PeftModel.from_pretrained(base, tmp_path / "hf-adapter"))
@@ -91,13 +95,7 @@ def test_adapters_of_experts_in_one_tensor_merge_as_the_trainer_does(checkpoint,
     """To the bit its own export, beside which the adapters lie."""
     base = checkpoint("packed")
     one.train(plan(base, *LORA, "--lr", "3e-2"), batches(2, vocab=264), save=tmp_path / "kept")
-    made = plan(base, *LORA, "--load", tmp_path / "kept")
-    trainer = trainer_part(made.selected, made.config, Rank())
-    try:
-        trainer.load()
-        trainer.export(tmp_path / "hf")
-    finally:
-        cpu.leave()
+    export(plan(base, *LORA, "--load", tmp_path / "kept"), tmp_path / "hf")
     convert("merge-lora", base, tmp_path / "merged", "--lora-adapter-path", tmp_path / "hf-adapter")
     plain, expected, found = (load_file(folder / "model.safetensors")
                               for folder in (base, tmp_path / "hf", tmp_path / "merged"))

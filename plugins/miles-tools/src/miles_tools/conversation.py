@@ -16,7 +16,7 @@ from miles_core.errors import ConfigError, DataError
 from miles_core.stages.rollout import Generation, Request, Response, call_engine
 from miles_core.types import Drop, Prompt, Sample, Status
 from miles_tools.calls import Call, parse
-from miles_tools.images import KEY, shown
+from miles_tools.images import KEY, behind, closed, shown
 from miles_tools.template import Template
 from miles_tools.template import load as load_tokenizer
 from miles_tools.toolbox import Answer, Toolbox
@@ -128,16 +128,11 @@ class _Conversation:
         self._figures["turns"] += 1
         if response.finish_reason == "length":
             return Status.TRUNCATED
-        # What a plugin lets an answer end with is nothing that anything may follow, such as an image's token.
-        ending = set(request.sampling.stop_token_ids) - set(sampling.stop_token_ids)
-        return Status.COMPLETED if transcript.ids[-1] in ending else await self._answered()
+        return Status.COMPLETED if closed(transcript.ids[-1], request, sampling) else await self._answered()
 
     def _seen(self) -> Prompt:
         """The prompt with the images of all turns so far."""
-        prompt, names = self._prompt, [name for _, name in self._transcript.images]
-        before = prompt.metadata.get(KEY, ())
-        return dataclasses.replace(prompt, metadata={**prompt.metadata, KEY: [*before, *names]}
-                                   ) if names else prompt
+        return behind(self._prompt, [name for _, name in self._transcript.images])
 
     async def _answered(self) -> Status | None:
         options, transcript = self._shared.options, self._transcript

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from miles_core.errors import ConfigError
-from miles_core.stages.rollout import Generation
+from miles_core.stages.rollout import Generation, Request, SamplingParams
 from miles_core.types import Drop, Prompt
 
 KEY = "image_files"
@@ -37,3 +38,18 @@ def filled(messages: Sequence[dict[str, Any]], prompt: Prompt, generation: Gener
     """A prompt's messages for a program outside of the run; see the hook fill_images."""
     fill = getattr(generation.hooks, "fill_images", None)
     return list(messages if fill is None else fill(messages, prompt))
+
+
+def behind(prompt: Prompt, names: Sequence[str]) -> Prompt:
+    """The prompt with further images behind its own."""
+    if not names:
+        return prompt
+    return replace(prompt, metadata={**prompt.metadata, KEY: [*prompt.metadata.get(KEY, ()), *names]})
+
+
+def closed(drawn: int, request: Request, sampling: SamplingParams) -> bool:
+    """Whether nothing may follow an answer that ends with this token.
+
+    What a plugin lets an answer end with, beside the run's own, would stand for something in a prompt, such as an image.
+    """
+    return drawn in set(request.sampling.stop_token_ids) - set(sampling.stop_token_ids)

@@ -22,7 +22,7 @@ from miles_core.errors import DataError, EngineError
 from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, call_engine
 from miles_core.types import Drop, Prompt, Sample, Status
 from miles_tools.calls import Call, parse
-from miles_tools.images import KEY, filled, shown, shows
+from miles_tools.images import KEY, behind, closed, filled, shown, shows
 from miles_tools.session_request import Asked, Message, Refused, for_template
 from miles_tools.transcript import Transcript
 
@@ -273,16 +273,13 @@ class Session:
         if not len(response.output_ids):
             raise EngineError(f"the engine drew nothing for request {request.id}", code="engine-drew-nothing",
                               fix="look at the engine's log")
-        # What a plugin lets an answer end with is nothing that anything may follow, such as an image's token.
-        ending = set(request.sampling.stop_token_ids) - set(sampling.stop_token_ids)
-        self._closed = int(response.output_ids[-1]) in ending
+        self._closed = closed(int(response.output_ids[-1]), request, sampling)
         return self._commit(chat, turn, len(ids), response)
 
     def _seen(self, turn: _Turn) -> Prompt:
         """The prompt with the images of all turns so far, this one's among them."""
         before = [] if self._transcript is None else [name for _, name in self._transcript.images]
-        names = [*self._prompt.metadata.get(KEY, ()), *before, *turn.images]
-        return replace(self._prompt, metadata={**self._prompt.metadata, KEY: names}) if names else self._prompt
+        return behind(self._prompt, [*before, *turn.images])
 
     def _commit(self, chat: Asked, turn: _Turn, prompt_tokens: int, response: Response) -> Completion:
         if self._transcript is None:
