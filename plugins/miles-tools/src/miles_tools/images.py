@@ -50,6 +50,6 @@ def behind(prompt: Prompt, names: Sequence[str]) -> Prompt:
 def closed(drawn: int, request: Request, sampling: SamplingParams) -> bool:
     """Whether nothing may follow an answer that ends with this token.
 
-    What a plugin lets an answer end with, beside the run's own, would stand for something in a prompt, such as an image.
+    What a plugin lets an answer end with, beside the run's own, would stand for something in a prompt: an image.
     """
     return drawn in set(request.sampling.stop_token_ids) - set(sampling.stop_token_ids)
