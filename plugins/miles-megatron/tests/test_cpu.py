@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from miles_local import rendezvous
 from miles_megatron import cpu
 
 from miles_core.errors import ConfigError
@@ -136,7 +137,7 @@ def test_one_process_needs_no_port(megatron):
     import torch.distributed as dist
 
     cpu.process_group()
-    assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+    assert dist.get_world_size() == 1 and dist.get_backend() == rendezvous.host_backend()
 
 
 @pytest.mark.parametrize("seen", [0, 2])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from miles_local import rendezvous
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from miles_core.types import Rank
@@ -33,14 +32,14 @@ class Ranks:
             torch.cuda.set_device(self.device)
         self._joined = not dist.is_initialized()
         if self._joined:
-            _join(rank, timeout, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            rendezvous.join(rank, timeout)
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
         self.data, self.data_index = self.size // context, self.index // context
         self.context = ALONE
         if context > 1:
             grid = init_device_mesh(self.device.type, (self.data, context), mesh_dim_names=("data", "context"))
             self.context = Context(self.index % context, context, grid["context"].get_group())
-        self._host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+        self._host = dist.new_group(backend=rendezvous.host_backend(), timeout=datetime.timedelta(seconds=timeout))
 
     def gathered(self, value: Any) -> list[Any]:
         """The value of every rank, in their order; on all of them."""
@@ -67,23 +66,3 @@ class Ranks:
         """End the process group, if this object has made it."""
         if self._joined and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _join(rank: Rank, timeout: float, backend: str) -> None:
-    bound: dict[str, Any] = {"backend": backend, "timeout": datetime.timedelta(seconds=timeout)}
-    store: Store
-    if rank.size == 1:
-        dist.init_process_group(store=HashStore(), rank=0, world_size=1, **bound)
-        return
-    bound |= {"rank": rank.index, "world_size": rank.size}
-    meeting = str(rank.rendezvous)
-    if meeting == "env://":  # torchrun's, which knows the network
-        dist.init_process_group(init_method=meeting, **bound)
-        return
-    if meeting.startswith("file:"):  # all on this host: nothing listens beyond it
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = FileStore(meeting.removeprefix("file://"), rank.size)
-    else:  # who starts the ranks serves the store
-        host, _, port = meeting.removeprefix("tcp://").rpartition(":")
-        store = TCPStore(host, int(port), is_master=False)
-    dist.init_process_group(store=store, **bound)

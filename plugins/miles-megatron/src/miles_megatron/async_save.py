@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_local import rendezvous
 
 from miles_core.errors import WaitError
 from miles_megatron.host_memory import host_copy, host_memory, synchronise
@@ -56,7 +57,8 @@ class AsyncSave:
     def start(self, target: Path, publish: Callable[[AsyncSave], None]) -> None:
         """Let `publish` write and publish the checkpoint `target`; returns at once."""
         if self.group is None and dist.get_world_size() > 1:  # two threads must not share one
-            self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self.limit))
+            self.group = dist.new_group(backend=rendezvous.host_backend(),
+                                        timeout=datetime.timedelta(seconds=self.limit))
         synchronise()  # the copies are complete, and training may change what they were made from
         self._target, self._begun = str(target), time.monotonic()
         self._thread = threading.Thread(target=self._write, args=(publish,), name="checkpoint", daemon=True)

@@ -10,7 +10,6 @@ megatron-core 0.16.1; a test per rule shows that what it patches is still there.
 
 from __future__ import annotations
 
-import datetime
 import gc
 import importlib.util
 import os
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from miles_local import rendezvous
 
 from miles_core.errors import ConfigError
 from miles_core.types import Rank
@@ -297,22 +297,7 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     if dist.is_initialized():
         return
     _take_gpu(rank)
-    backend = "gloo" if no_cuda() else "cpu:gloo,cuda:nccl"
-    if rank.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    bound = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
-    bound |= {"backend": backend, "rank": rank.index, "world_size": rank.size}
-    if rank.rendezvous == "env://":  # torchrun's, which knows the network
-        dist.init_process_group(init_method="env://", **bound)
-        return
-    if rank.rendezvous.startswith("file:"):  # all on this host: nothing listens beyond it
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(rank.rendezvous.removeprefix("file://"), rank.size)
-    else:  # who starts the ranks serves the store
-        host, _, port = rank.rendezvous.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False)
-    dist.init_process_group(store=store, **bound)
+    rendezvous.join(rank, timeout)
 
 
 def _take_gpu(rank: Rank) -> None:
