@@ -29,7 +29,7 @@ class Meeting:
         return {self.rank.index: (sums.tolist(), sum(name.startswith("gloo_tcp") for name in names))}
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists() or torch.cuda.is_available(), reason="threads of Linux, no GPU")
+@pytest.mark.skipif(not Path("/proc/self/task").exists() or torch.cuda.is_available(), reason="Linux, no GPU")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_groups_of_a_process_share_the_thread_that_looks_for_messages(size):
     async def main():

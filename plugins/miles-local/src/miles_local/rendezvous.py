@@ -1,8 +1,8 @@
 """The processes of a trainer meet: `torch.distributed` over the store that their Rank names.
 
 By default each of gloo's process groups brings a device, whose thread looks for messages 100 times a second. Megatron
-makes 17 groups for a layout, and DTensor's caches keep those of trainers that are gone. On a CPU all groups of a process
-share one device: the backend `SHARED`, which is torch's gloo in all else.
+makes 17 groups for a layout, and caches of DTensor keep those of trainers that are gone. On a CPU all groups of one
+process share a device: the backend `SHARED`, which is torch's gloo in all else.
 """
 
 from __future__ import annotations
