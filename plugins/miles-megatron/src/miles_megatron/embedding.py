@@ -14,8 +14,10 @@ from miles_core.errors import HookError
 from miles_core.types import Sample
 from miles_megatron.microbatch import MicroBatch
 
-OfTokens = Callable[[Sample, Path], dict[int, torch.Tensor]]
-"""The bound hook embedding_rows, or rope_positions."""
+Rows = Callable[[Sample, torch.nn.Module, Path], dict[int, torch.Tensor]]
+"""The bound hook embedding_rows."""
+Positions = Callable[[Sample, Path], dict[int, torch.Tensor]]
+"""The bound hook rope_positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class Replacement:
         return embedded.index_copy(0, (self.index[mine] - first).to(embedded.device), rows[:, None])
 
 
-def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement | None:
-    """Ask for every sample; None where no row is replaced.
+def replacement(hook: Rows, batch: MicroBatch, chunk: torch.nn.Module, folder: Path) -> Replacement | None:
+    """Ask for every sample; None where nothing is returned.
 
     Raises:
         HookError: rows beyond a sample's end.
@@ -49,7 +51,7 @@ def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement 
     places: list[np.ndarray] = []
     parts: list[torch.Tensor] = []
     for begin, sample in zip(batch.boundaries[:-1].tolist(), batch.samples, strict=True):
-        for position, rows in hook(sample, folder).items():
+        for position, rows in hook(sample, chunk, folder).items():
             if not 0 <= position <= sample.length - len(rows):
                 raise HookError(f"rows for {sample.name} reach beyond its tokens", code="embedding-rows-outside",
                                 got=f"{len(rows)} from {position} on, of {sample.length}", who="embedding_rows",
@@ -64,7 +66,7 @@ def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement 
     return Replacement(torch.from_numpy(index), rows[torch.from_numpy(mine).to(rows.device)])
 
 
-def positions(hook: OfTokens, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
+def positions(hook: Positions, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
     """[axes, T] int64 of this rank's rows, where the model computes; None where all are places in a sample."""
     stated = [hook(sample, folder) for sample in batch.samples]
     axes = {len(part) for parts in stated for part in parts.values()}
