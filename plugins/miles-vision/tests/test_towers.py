@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from miles_core.build import trainer_part
+from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.types import Rank
 
@@ -97,6 +98,25 @@ def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
         cpu.leave()
     stored = load_file(checkpoint(kind) / "model.safetensors")
     assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_conversion_has_the_tower_in_the_checkpoint_and_out_of_it(kind, checkpoint, convert, tmp_path):
+    convert("hf-to-dist", checkpoint(kind), tmp_path / "dist", "--plugin", "vision")
+    convert("dist-to-hf", tmp_path / "dist", tmp_path / "hf", "--hf-checkpoint", checkpoint(kind), "--plugin", "vision")
+    before, after = (load_file(one / "model.safetensors") for one in (checkpoint(kind), tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(CheckpointError) as caught:  # without the plugin they would be lost
+        convert("dist-to-hf", tmp_path / "dist", tmp_path / "text", "--hf-checkpoint", checkpoint(kind))
+    assert "--plugin vision" in caught.value.fix
+
+
+def test_what_changes_the_model_comes_after_what_reads_images(checkpoint, tmp_path):
+    """Else a pattern would not find the tower, or leave it as it is."""
+    (tmp_path / "run.toml").write_text(RUN_FILE.replace('["grpo", ', '["grpo", "param-groups", '))
+    with pytest.raises(ConfigError) as caught:
+        prepare(tmp_path / "run.toml", ["--hf-checkpoint", str(checkpoint("qwen2_5_vl")), *MEGATRON])
+    assert caught.value.code == "vision-setting" and "param-groups" in str(caught.value)
 
 
 OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "rollout.rollout_max_context_len": 200}
