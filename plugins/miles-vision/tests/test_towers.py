@@ -183,6 +183,7 @@ def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
 
 LAYOUTS = {
     "TP2+SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "TP2": ("--tensor-model-parallel-size", "2"),
     "PP2": ("--pipeline-model-parallel-size", "2"), "CP2": ("--context-parallel-size", "2"), "DP2": (),
     "DP2 overlapped": ("--overlap-grad-reduce", "--overlap-param-gather"),
 }
