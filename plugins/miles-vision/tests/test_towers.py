@@ -23,7 +23,7 @@ from miles_core.plugins.plan import prepare
 from miles_core.types import Rank
 
 MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2000", "--num-rollout", "2")
-KINDS = ["mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"]
+KINDS = ["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
 SEEING = re.compile(r"(^|\.)(vision_tower|multi_modal_projector|visual)\.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
 
@@ -100,7 +100,7 @@ def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
     assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 def test_conversion_has_the_tower_in_the_checkpoint_and_out_of_it(kind, checkpoint, convert, tmp_path):
     convert("hf-to-dist", checkpoint(kind), tmp_path / "dist", "--plugin", "vision")
     convert("dist-to-hf", tmp_path / "dist", tmp_path / "hf", "--hf-checkpoint", checkpoint(kind), "--plugin", "vision")
@@ -123,7 +123,7 @@ OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "roll
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS[:2])  # the local engine shows no images to layers with a state
+@pytest.mark.parametrize("kind", KINDS[:3])  # the local engine shows no images to layers with a state
 def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
     """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model. All of
     it moves, and to the same bits."""
@@ -167,7 +167,7 @@ def gradients(plan, batch):
 
 
 @pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
     """Which the trainer fsdp has, in one micro-batch with no, one and two images."""
     flags = ("--clip-grad", "0")
@@ -191,7 +191,7 @@ LAYOUTS = {
 
 @pytest.mark.full  # three processes
 @pytest.mark.xdist_group("vision-towers")
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_are_one(layout, kind, planned, ranks_of):
     """Three steps with the reference's pass, the last without an image: log-probs of trained answers, losses and

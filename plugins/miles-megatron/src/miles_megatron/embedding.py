@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from miles_core.errors import HookError
 from miles_core.types import Sample
@@ -26,19 +27,21 @@ class Replacement:
 
     Args:
         index: [n] int64 on the CPU, which rows, among those of this context-parallel rank.
-        rows: [n, H].
+        rows: [n, H], or wider, where layers take apart what they get.
     """
 
     index: torch.Tensor
     rows: torch.Tensor
 
     def __call__(self, embedded: torch.Tensor, first: int) -> torch.Tensor:
-        """
+        """[t, 1, H] -> the same with other rows, and zeros behind those that stay, where the others are wider.
+
         Args:
-            embedded: [t, 1, H], the rows from `first` on; others belong to ranks of sequence parallelism.
+            embedded: the rows from `first` on; others belong to ranks of sequence parallelism.
         """
         mine = ((self.index >= first) & (self.index < first + len(embedded))).nonzero()[:, 0]
         rows = self.rows[mine.to(self.rows.device)].to(embedded)
+        embedded = F.pad(embedded, (0, rows.shape[-1] - embedded.shape[-1]))
         return embedded.index_copy(0, (self.index[mine] - first).to(embedded.device), rows[:, None])
 
 

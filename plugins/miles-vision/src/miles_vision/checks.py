@@ -10,9 +10,8 @@ from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.select import Selected
 
-BUILT = ("mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
-"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, and these
-enter the model by its embedding only."""
+BUILT = ("mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's."""
 
 
 def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selected] = ()) -> RunConfig:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from miles_megatron import hf_config
@@ -29,7 +29,10 @@ _OURS = "tower.body."
 
 
 class _Text(torch.nn.Module):
-    """In the text model's place: embeds every token as zeros, and hands on what it gets instead of computing on."""
+    """In the text model's place: embeds every token as zeros, and hands on what it gets instead of computing on.
+
+    What the tower has for the outputs of the first layers lies behind the embeddings, [1, L, (1 + layers) x H].
+    """
 
     def __init__(self, width: int):
         super().__init__()
@@ -38,8 +41,12 @@ class _Text(torch.nn.Module):
     def get_input_embeddings(self) -> Any:
         return lambda tokens: torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, inputs_embeds: torch.Tensor, visual_pos_masks: torch.Tensor | None = None,
+                deepstack_visual_embeds: Sequence[torch.Tensor] = (), **_: Any) -> BaseModelOutputWithPast:
+        nothing = torch.zeros_like(inputs_embeds)
+        behind = [nothing.masked_scatter(cast("torch.Tensor", visual_pos_masks)[..., None], one.to(nothing))
+                  for one in deepstack_visual_embeds]
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat([inputs_embeds, *behind], -1))
 
 
 def _whole(folder: Path) -> Any:
@@ -102,10 +109,13 @@ class Tower(torch.nn.Module):
         super().__init__()
         whole = _whole(folder)
         config, seeing = whole.config, _seeing(whole)
-        self.body, self._width = whole.base_model, config.get_text_config().hidden_size
+        self.body, size = whole.base_model, config.get_text_config().hidden_size
         for name, part in [*self.body.named_children()]:  # once more, for buffers that are in no file
-            own = type(part)(getattr(part, "config", config)) if name in seeing else _Text(self._width)
+            own = type(part)(getattr(part, "config", config)) if name in seeing else _Text(size)
             setattr(self.body, name, own)
+        layers = sum(len(part.deepstack_merger_list) for part in seeing.values()
+                     if hasattr(part, "deepstack_merger_list"))
+        self._width = (1 + layers) * size
         self.eval()
         self.recompute = recompute
 
