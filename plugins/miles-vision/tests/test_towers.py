@@ -167,7 +167,7 @@ def gradients(plan, batch):
 
 
 @pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
     """Which the trainer fsdp has, in one micro-batch with no, one and two images."""
     flags = ("--clip-grad", "0")
