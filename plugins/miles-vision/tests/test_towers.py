@@ -133,8 +133,9 @@ def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(k
     flags = ["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8",
              "--entropy-coef", "0.01"]  # there is a gradient whatever is answered
     saving = [*flags, "--save", saved, "--load", saved, "--save-interval", "1", "--save-hf", str(tmp_path / "hf")]
+    at_once = [*flags, "--save", f"{saved}-whole", "--save-hf", str(tmp_path / "whole")]
     whole, first, second = (toy_run(["vision"], steps=2, checkpoint=folder, options=OPTIONS, flags=more) for more in (
-        [*flags, "--save", f"{saved}-whole", "--save-hf", str(tmp_path / "whole")], [*saving, "--debug-exit-after-rollout", "1"], saving))
+        at_once, [*saving, "--debug-exit-after-rollout", "1"], saving))
     gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in whole.metrics]
     print(f"\n{kind}: engine and trainer differ by {max(gaps):.1e}")
     assert len(gaps) == 2 and max(gaps) <= 2e-5 and all(one["train/grad_norm"] > 0 for one in whole.metrics)

@@ -133,7 +133,8 @@ class Vision:
     @hookimpl
     def embedding_rows(self, sample: Sample, chunk: torch.nn.Module) -> dict[int, torch.Tensor]:
         """For the trainer megatron."""
-        return cast("Tower", chunk.tower)(sample, self._sees())
+        rows: dict[int, torch.Tensor] = cast("Tower", chunk.tower)(sample, self._sees())
+        return rows
 
     @hookimpl
     def rope_positions(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:

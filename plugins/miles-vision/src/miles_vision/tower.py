@@ -1,4 +1,4 @@
-"""What sees, beside the embedding of Megatron's language model: transformers' own modules, which train with the rest."""
+"""What sees, beside the embedding of Megatron's language model: transformers' own modules, which train as it does."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def attach(chunk: LanguageModel, folder: Path, weight_map: WeightMap) -> None:
         return
     chunk.tower = Tower(folder, chunk.config.recompute_granularity == "full")
     for parameter in chunk.tower.parameters():
-        parameter.sequence_parallel = chunk.config.sequence_parallel  # type: ignore[attr-defined]
+        parameter.sequence_parallel = chunk.config.sequence_parallel
 
 
 class Tower(torch.nn.Module):
@@ -113,7 +113,7 @@ class Tower(torch.nn.Module):
         for name, part in [*self.body.named_children()]:  # once more, for buffers that are in no file
             own = type(part)(getattr(part, "config", config)) if name in seeing else _Text(size)
             setattr(self.body, name, own)
-        layers = sum(len(part.deepstack_merger_list) for part in seeing.values()
+        layers = sum(len(cast("Any", part).deepstack_merger_list) for part in seeing.values()
                      if hasattr(part, "deepstack_merger_list"))
         self._width = (1 + layers) * size
         self.eval()
