@@ -15,6 +15,7 @@ from miles_core.types import Prompt, Sample
 ROWS = {5: {1: torch.full((2, 3), 1.0)}, 7: {}, 6: {0: torch.full((1, 3), 2.0), 4: torch.full((1, 3), 3.0)}}
 """By a sample's length."""
 FOLDER = Path("models")
+CHUNK = torch.nn.Identity()
 
 
 def sample(length):
@@ -23,8 +24,8 @@ def sample(length):
     return Sample(Prompt(0, 0, "", tuple(range(length - 2))), 0, columns, 2)
 
 
-def hook(one, folder):
-    assert folder == FOLDER
+def hook(one, chunk, folder):
+    assert (chunk, folder) == (CHUNK, FOLDER)
     return ROWS[one.length]
 
 
@@ -39,7 +40,7 @@ def whole():
 def test_each_part_of_the_rows_gets_its_own_and_they_have_no_gradient(parts):
     """Sequence parallelism: a rank embeds a stretch of the rows."""
     batch = assemble(Columns(), [sample(5), sample(7), sample(6)], sequence_parallel=32)
-    replaced = replacement(hook, batch, FOLDER)
+    replaced = replacement(hook, batch, CHUNK, FOLDER)
     embedded = torch.zeros(32, 1, 3, requires_grad=True)
     size = 32 // parts
     out = torch.cat([replaced(embedded[n * size : (n + 1) * size], n * size) for n in range(parts)])
@@ -54,15 +55,15 @@ def test_context_parallel_ranks_get_the_rows_that_they_have():
     places = torch.randperm(32, generator=torch.Generator().manual_seed(0))
     for mine in places.chunk(2):
         batch.places = mine.numpy()
-        out = replacement(hook, batch, FOLDER)(torch.zeros(16, 1, 3), 0)
+        out = replacement(hook, batch, CHUNK, FOLDER)(torch.zeros(16, 1, 3), 0)
         assert torch.equal(out[:, 0, 0], whole()[mine])
 
 
 def test_nothing_is_replaced_where_nobody_returns_rows_and_rows_beyond_a_sample_are_refused():
     batch = assemble(Columns(), [sample(7)])
-    assert replacement(hook, batch, FOLDER) is None
+    assert replacement(hook, batch, CHUNK, FOLDER) is None
     with pytest.raises(HookError) as caught:
-        replacement(lambda *_: {6: torch.zeros(2, 3)}, batch, FOLDER)
+        replacement(lambda *_: {6: torch.zeros(2, 3)}, batch, CHUNK, FOLDER)
     assert caught.value.code == "embedding-rows-outside"
 
 

@@ -22,8 +22,8 @@ MODELS = {
         text_config=TEXT | dict(rope_parameters=ROPE),
         vision_config=TOWER | dict(fullatt_block_indexes=[1]), **TOKENS),
     "qwen3_vl": dict(
-        text_config=TEXT | dict(rope_parameters=ROPE | {"mrope_interleaved": True}),
-        vision_config=TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=64), **TOKENS),
+        text_config=TEXT | dict(num_hidden_layers=4, rope_parameters=ROPE | {"mrope_interleaved": True}),
+        vision_config=TOWER | dict(depth=3, deepstack_visual_indexes=[0, 1, 2], num_position_embeddings=64), **TOKENS),
     "gemma3": dict(
         text_config=TEXT | dict(sliding_window=32, layer_types=["sliding_attention", "full_attention"],
                                 query_pre_attn_scalar=8),

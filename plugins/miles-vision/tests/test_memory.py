@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from miles_fsdp.memory import parameters
@@ -33,13 +35,16 @@ def test_the_plan_counts_what_is_gathered_whole(kind, precision, size, checkpoin
 
 
 def test_megatrons_plan_counts_the_tower_on_the_first_stage(checkpoint, tmp_path):
-    """Weights alone, on each of its tensor-parallel ranks; another stage has none."""
+    """Whole on each of its tensor-parallel ranks, with gradients and optimizer; another stage has none."""
     folder = checkpoint("mistral3")
     stored = load_file(folder / "model.safetensors")
     count = sum(one.numel() for name, one in stored.items() if name.startswith(("vision_tower.", "multi_modal_")))
     path = run_file(tmp_path / "run.toml", ["vision"], {"rollout": {"rollout_batch_size": 4}}, {}, checkpoint=folder)
     plan = prepare(path, ["--multimodal-keys", '{"image": "pictures"}', "--actor-num-gpus-per-node", "4",
                           "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--bf16"])
-    assert any("frozen" in note for note in plan.notes)
-    first, last = (estimate._stage(plan.config, estimate.dimensions_of(plan.config), stage) for stage in (0, 1))
-    assert first["beside the embedding"] == 2 * count > 0 and "beside the embedding" not in last
+    text, model = replace(plan.config, stated={}), estimate.dimensions_of(plan.config)
+    first, last = ({name: size - estimate._stage(text, model, stage)[name]
+                    for name, size in estimate._stage(plan.config, model, stage).items()} for stage in (0, 1))
+    assert count and not any(last.values())
+    assert {name: size / count for name, size in first.items() if size} == {
+        "weights": 2, "gradients": 4, "optimizer": 12}

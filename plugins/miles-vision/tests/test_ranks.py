@@ -1,4 +1,5 @@
-"""Six optimizer steps are the same on two ranks and on one, whichever of them have images in their micro-batches.
+"""Six optimizer steps are the same on two ranks and on one, whichever of them have images in their micro-batches, and
+with Megatron's trainer.
 
 The trainer's own tolerances: losses to 2e-6, weights to 1e-5. Ranks that wait for one another end with an error.
 """
@@ -17,6 +18,9 @@ pytestmark = [pytest.mark.xdist_group("vision-ranks"), pytest.mark.full]
 LOSS, WEIGHTS = 2e-6, 1e-5
 FSDP = ("--trainer", "fsdp", "--micro-batch-size", "1", "--num-rollout", "3", "--num-steps-per-rollout", "2",
         "--use-kl-loss", "--kl-loss-coef", "0.05")
+
+
+MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "200")
 
 
 @pytest.fixture(scope="module")
@@ -48,4 +52,19 @@ def test_ranks_with_and_without_images_are_one(train, kind, flags):
     weights = max(float(np.abs(two["weights"][name] - value).max()) for name, value in one["weights"].items())
     print(f"\n{kind} loss {loss:.1e}, norm {norm:.1e}, weights {weights:.1e}")
     assert len(pairs) == 6 and one["weights"].keys() == two["weights"].keys()
+    assert loss <= LOSS and norm <= 1e-5 and weights <= WEIGHTS
+
+
+@pytest.mark.parametrize("flags", [(), FROZEN], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"])
+def test_megatrons_trainer_does_what_fsdp_does(train, kind, flags):
+    """To what reads images as to the rest, the norm by which both are clipped included."""
+    flags = tuple("visual|vision_tower" if flag == "visual" else flag for flag in flags)
+    fsdp, megatron = train(kind, 1, MIXED, *flags), train(kind, 1, MIXED, *flags, *MEGATRON)
+    pairs = list(zip(fsdp["steps"], megatron["steps"], strict=True))
+    loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in pairs) / max(abs(a["train/loss"]) for a, _ in pairs)
+    norm = max(abs(b["train/grad_norm"] / a["train/grad_norm"] - 1) for a, b in pairs)
+    weights = max(float(np.abs(megatron["weights"][name] - value).max()) for name, value in fsdp["weights"].items())
+    print(f"\n{kind} loss {loss:.1e}, norm {norm:.1e}, weights {weights:.1e}")
+    assert len(pairs) == 6 and fsdp["weights"].keys() == megatron["weights"].keys()
     assert loss <= LOSS and norm <= 1e-5 and weights <= WEIGHTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from miles_core.build import trainer_part
+from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.types import Rank
 
 MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2000", "--num-rollout", "2")
-KINDS = ["mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"]
-SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
+KINDS = ["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
+SEEING = re.compile(r"(^|\.)(vision_tower|multi_modal_projector|visual)\.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
 
 
@@ -86,7 +88,7 @@ def test_answers_have_the_log_probs_of_the_whole_model_and_not_those_of_another_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
-    """The bits of what is frozen beside Megatron's model, and of the model as it was filled."""
+    """The bits of Megatron's model and of what is beside its embedding, as both were filled."""
     plan, _, _ = planned(kind)
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     try:
@@ -98,49 +100,107 @@ def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
     assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
 
 
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_conversion_has_the_tower_in_the_checkpoint_and_out_of_it(kind, checkpoint, convert, tmp_path):
+    convert("hf-to-dist", checkpoint(kind), tmp_path / "dist", "--plugin", "vision")
+    convert("dist-to-hf", tmp_path / "dist", tmp_path / "hf", "--hf-checkpoint", checkpoint(kind), "--plugin", "vision")
+    before, after = (load_file(one / "model.safetensors") for one in (checkpoint(kind), tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(CheckpointError) as caught:  # without the plugin they would be lost
+        convert("dist-to-hf", tmp_path / "dist", tmp_path / "text", "--hf-checkpoint", checkpoint(kind))
+    assert "--plugin vision" in caught.value.fix
+
+
+def test_what_changes_the_model_comes_after_what_reads_images(checkpoint, tmp_path):
+    """Else a pattern would not find the tower, or leave it as it is."""
+    (tmp_path / "run.toml").write_text(RUN_FILE.replace('["grpo", ', '["grpo", "param-groups", '))
+    with pytest.raises(ConfigError) as caught:
+        prepare(tmp_path / "run.toml", ["--hf-checkpoint", str(checkpoint("qwen2_5_vl")), *MEGATRON])
+    assert caught.value.code == "vision-setting" and "param-groups" in str(caught.value)
+
+
 OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "rollout.rollout_max_context_len": 200}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS[:2])  # the local engine shows no images to layers with a state
+@pytest.mark.parametrize("kind", KINDS[:3])  # the local engine shows no images to layers with a state
 def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
-    """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model."""
+    """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model. All of
+    it moves, and to the same bits."""
     if kind == "mistral3":
         pytest.importorskip("torchvision", reason="its processor wants it")
     folder, saved = checkpoint(kind), str(tmp_path / "saved")
     flags = ["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8",
              "--entropy-coef", "0.01"]  # there is a gradient whatever is answered
     saving = [*flags, "--save", saved, "--load", saved, "--save-interval", "1", "--save-hf", str(tmp_path / "hf")]
+    at_once = [*flags, "--save", f"{saved}-whole", "--save-hf", str(tmp_path / "whole")]
     whole, first, second = (toy_run(["vision"], steps=2, checkpoint=folder, options=OPTIONS, flags=more) for more in (
-        flags, [*saving, "--debug-exit-after-rollout", "1"], saving))
+        at_once, [*saving, "--debug-exit-after-rollout", "1"], saving))
     gaps = [one["train/train_rollout_logprob_abs_diff_max"] for one in whole.metrics]
     print(f"\n{kind}: engine and trainer differ by {max(gaps):.1e}")
     assert len(gaps) == 2 and max(gaps) <= 2e-5 and all(one["train/grad_norm"] > 0 for one in whole.metrics)
     losses = [[one["train/loss"] for run in runs for one in run.metrics] for runs in ([whole], [first, second])]
     assert losses[0] == losses[1]
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
-    assert before.keys() == after.keys()
-    same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same and same == {name for name in before if name.startswith(SEEING)}
+    before, after, resumed = (load_file(one / "model.safetensors")
+                              for one in (folder, tmp_path / "whole", tmp_path / "hf"))
+    assert before.keys() == after.keys() == resumed.keys() and any(map(SEEING.search, before))
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
+
+
+def gradients(plan, batch):
+    """Of one step, by the checkpoint's names."""
+    fsdp = plan.config.perf.trainer == "fsdp"
+    trainer = trainer_part(list(plan.selected), plan.config, Rank())
+    try:
+        trainer.load()
+        trainer.take_batch(copy.deepcopy(batch))
+        trainer.score()
+        trainer.advantage()
+        trainer.step(0)
+        with torch.no_grad():
+            for parameter in trainer.models.actor.parameters():
+                parameter.copy_(parameter.grad if fsdp else parameter.main_grad)
+        return {name: one.clone() for name, one in trainer.models.stream()}
+    finally:
+        cpu.leave()
+
+
+@pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
+    """Which the trainer fsdp has, in one micro-batch with no, one and two images."""
+    flags = ("--clip-grad", "0")
+    plan, (batch,), _ = planned(kind, *flags, *recompute, images=IMAGES[:1])
+    whole, _, _ = planned(kind, *flags, "--trainer", "fsdp", images=IMAGES[:1])
+    ours, theirs = gradients(plan, batch), gradients(whole, batch)
+    assert ours.keys() == theirs.keys()
+    apart = {name: float((ours[name] - one).norm() / one.norm()) for name, one in theirs.items() if one.any()}
+    print(f"\n{kind}: {max(apart.values()):.1e} of a gradient's norm, of {max(apart, key=apart.get)}")
+    assert any(map(SEEING.search, apart)) and max(apart.values()) <= 2e-5
+    assert not any(ours[name].abs().max() > 1e-6 for name, one in theirs.items() if not one.any())
 
 
 LAYOUTS = {
     "TP2+SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "TP2": ("--tensor-model-parallel-size", "2"),
     "PP2": ("--pipeline-model-parallel-size", "2"), "CP2": ("--context-parallel-size", "2"), "DP2": (),
+    "DP2 overlapped": ("--overlap-grad-reduce", "--overlap-param-gather"),
 }
 
 
 @pytest.mark.full  # three processes
 @pytest.mark.xdist_group("vision-towers")
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_are_one(layout, kind, planned, ranks_of):
-    """Two steps with the reference's pass: log-probs of trained answers, losses and weights."""
-    flags = ("--use-kl-loss", "--kl-loss-coef", "0.05")
-    plan, rollouts, _ = planned(kind, *flags)
+    """Three steps with the reference's pass, the last without an image: log-probs of trained answers, losses and
+    weights."""
+    flags, images = ("--use-kl-loss", "--kl-loss-coef", "0.05"), [*IMAGES, [0] * 4]
+    plan, rollouts, _ = planned(kind, *flags, images=images)
     one = ranks_of(1).train(plan, rollouts)
-    plan, rollouts, _ = planned(kind, *flags, "--actor-num-gpus-per-node", "2", *LAYOUTS[layout])
+    plan, rollouts, _ = planned(kind, *flags, "--actor-num-gpus-per-node", "2", *LAYOUTS[layout], images=images)
     two = ranks_of(2).train(plan, rollouts)
     loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in zip(one["steps"], two["steps"], strict=True))
     weights = max(float(np.abs(two["weights"][name] - value).max()) for name, value in one["weights"].items())
@@ -149,3 +209,12 @@ def test_two_ranks_are_one(layout, kind, planned, ranks_of):
                  for a, b in zip(one["batch"].samples, two["batch"].samples, strict=True))
     print(f"\n{kind} {layout}: loss {loss:.1e}, log-probs {scores:.1e}, weights {weights:.1e}")
     assert loss <= 2e-6 and scores <= 1e-5 and weights <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("vision-towers")
+def test_it_leaves_the_device_with_the_rest(planned, ranks_of):
+    """Weights, gradients and optimizer between any two calls: the same bits."""
+    plan, rollouts, _ = planned("qwen2_5_vl", "--use-kl-loss", "--kl-loss-coef", "0.05")
+    stays, leaves = (ranks_of(1).train(plan, rollouts, turns=turns)["weights"] for turns in (False, True))
+    assert all(np.array_equal(stays[name], leaves[name]) for name in stays)

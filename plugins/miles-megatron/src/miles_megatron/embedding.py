@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from miles_core.errors import HookError
 from miles_core.types import Sample
 from miles_megatron.microbatch import MicroBatch
 
-OfTokens = Callable[[Sample, Path], dict[int, torch.Tensor]]
-"""The bound hook embedding_rows, or rope_positions."""
+Rows = Callable[[Sample, torch.nn.Module, Path], dict[int, torch.Tensor]]
+"""The bound hook embedding_rows."""
+Positions = Callable[[Sample, Path], dict[int, torch.Tensor]]
+"""The bound hook rope_positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +27,26 @@ class Replacement:
 
     Args:
         index: [n] int64 on the CPU, which rows, among those of this context-parallel rank.
-        rows: [n, H].
+        rows: [n, H], or wider, where layers take apart what they get.
     """
 
     index: torch.Tensor
     rows: torch.Tensor
 
     def __call__(self, embedded: torch.Tensor, first: int) -> torch.Tensor:
-        """
+        """[t, 1, H] -> the same with other rows, and zeros behind those that stay, where the others are wider.
+
         Args:
-            embedded: [t, 1, H], the rows from `first` on; others belong to ranks of sequence parallelism.
+            embedded: the rows from `first` on; others belong to ranks of sequence parallelism.
         """
         mine = ((self.index >= first) & (self.index < first + len(embedded))).nonzero()[:, 0]
         rows = self.rows[mine.to(self.rows.device)].to(embedded)
+        embedded = F.pad(embedded, (0, rows.shape[-1] - embedded.shape[-1]))
         return embedded.index_copy(0, (self.index[mine] - first).to(embedded.device), rows[:, None])
 
 
-def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement | None:
-    """Ask for every sample; None where no row is replaced.
+def replacement(hook: Rows, batch: MicroBatch, chunk: torch.nn.Module, folder: Path) -> Replacement | None:
+    """Ask for every sample; None where nothing is returned.
 
     Raises:
         HookError: rows beyond a sample's end.
@@ -49,7 +54,7 @@ def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement 
     places: list[np.ndarray] = []
     parts: list[torch.Tensor] = []
     for begin, sample in zip(batch.boundaries[:-1].tolist(), batch.samples, strict=True):
-        for position, rows in hook(sample, folder).items():
+        for position, rows in hook(sample, chunk, folder).items():
             if not 0 <= position <= sample.length - len(rows):
                 raise HookError(f"rows for {sample.name} reach beyond its tokens", code="embedding-rows-outside",
                                 got=f"{len(rows)} from {position} on, of {sample.length}", who="embedding_rows",
@@ -64,7 +69,7 @@ def replacement(hook: OfTokens, batch: MicroBatch, folder: Path) -> Replacement 
     return Replacement(torch.from_numpy(index), rows[torch.from_numpy(mine).to(rows.device)])
 
 
-def positions(hook: OfTokens, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
+def positions(hook: Positions, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
     """[axes, T] int64 of this rank's rows, where the model computes; None where all are places in a sample."""
     stated = [hook(sample, folder) for sample in batch.samples]
     axes = {len(part) for parts in stated for part in parts.values()}

@@ -192,10 +192,9 @@ def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, f
     dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
     activations, passing = _activations(config, model, layers, stage, mixtures / layers)
     logits = _logits(config, model, _fused(config, model)) if last else 0.0
-    beside = model.value * beside_embedding(config) * (stage == 0)
+    dense += beside_embedding(config) * (stage == 0)
     return {
         "weights": model.value * (dense + sparse),
-        **({"beside the embedding": beside} if beside else {}),
         "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
         "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks),
         "activations": activations,

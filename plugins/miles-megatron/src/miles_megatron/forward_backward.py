@@ -18,7 +18,7 @@ import torch.distributed as dist
 from miles_core.columns import Columns
 from miles_core.types import Sample
 from miles_megatron import cpu
-from miles_megatron.embedding import OfTokens, positions, replacement
+from miles_megatron.embedding import Positions, Rows, positions, replacement
 from miles_megatron.microbatch import MicroBatch, assemble
 from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.on_policy import engine_order
@@ -35,8 +35,8 @@ LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 
 
 def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]], loss_of: LossOf, *, name: str,
-        around: Callable | None = None, embedding: OfTokens | None = None,
-        rope: OfTokens | None = None, forward_only: bool = False) -> None:
+        around: Callable | None = None, embedding: Rows | None = None,
+        rope: Positions | None = None, forward_only: bool = False) -> None:
     """One pass of Megatron's schedule over micro-batches.
 
     Losses are sums whose weights are fixed before the step (stages/loss.py), so Megatron is asked to scale nothing:
@@ -61,8 +61,9 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
 
         def proceed(packed):
             tokens = cpu.on_device(packed.rows["tokens"], device).to(torch.int64)[None]
-            asks = embedding is not None and unwrap_model(module).pre_process
-            replaced = replacement(embedding, batch, model.folder) if asks else None
+            chunk = unwrap_model(module)
+            asks = embedding is not None and chunk.pre_process
+            replaced = replacement(embedding, batch, chunk, model.folder) if asks else None
             turning = None if rope is None else positions(rope, batch, model.folder)
             rows = packed_rows(batch.boundaries, replaced, turning)
             return module(tokens, None, None, packed_seq_params=rows)

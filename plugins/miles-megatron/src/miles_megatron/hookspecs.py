@@ -48,11 +48,13 @@ def build_model(chunk: torch.nn.Module, spec: ModelSpec | None, folder: Path, mo
 
 
 @hookspec("gather", role="trainer", per="micro-batch")
-def embedding_rows(sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
-    """7: rows [n, H] in place of the embeddings of n tokens of a sample, by the position of the first; they get no
-    gradient. Asked on ranks that hold the embedding. `folder` is where the model that computes has its config.json. A
-    plugin that keeps parameters of its own for them adds "embedding_rows:PLUGIN" -> their number to `config.stated` in
-    the hook `derive`, and the memory plan counts them."""
+def embedding_rows(sample: Sample, chunk: torch.nn.Module, folder: Path) -> dict[int, torch.Tensor]:
+    """7: rows [n, H] in place of the embeddings of n tokens of a sample, by the position of the first; wider ones where
+    the family's layers take them apart. Asked on ranks that hold the embedding, which is in `chunk`. Gradients go back
+    through the rows: what a plugin makes them with is a module that it adds to the chunk in `build_model`, whose
+    parameters `weight_map` names, and it trains as the rest does. With sequence parallelism a rank uses a part of the
+    rows, so those parameters say `sequence_parallel`. Their number is "embedding_rows:PLUGIN" of `config.stated`, from
+    the hook `derive`: the memory plan counts them. `folder` is where the model that computes has its config.json."""
 
 
 @hookspec("gather", role="trainer", per="micro-batch")

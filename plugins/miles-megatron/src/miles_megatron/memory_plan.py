@@ -15,7 +15,7 @@ from miles_core.config.hardware import gpus
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
-from miles_megatron import engine_weights
+from miles_megatron import engine_weights, estimate
 from miles_megatron.estimate import FP32, ModelDimensions, dimensions_of, parameters, tokens_of, trainer
 from miles_megatron.layout import layout_of
 
@@ -177,7 +177,7 @@ def staging(config: RunConfig) -> float | None:
         return None
     stages = model.layout.pipeline
     count = max(sum(parameters(model, model.size.layers / stages, stage == 0, stage == stages - 1))
-                for stage in (0, stages - 1))
+                + estimate.beside_embedding(config) * (stage == 0) for stage in (0, stages - 1))
     return count * (model.value + (0 if config.checkpoint.no_save_optim else 3 * FP32))
 
 

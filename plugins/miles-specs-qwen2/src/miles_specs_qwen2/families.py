@@ -1,5 +1,5 @@
-"""Qwen2 (arXiv:2407.10671), Qwen2.5 (arXiv:2412.15115), their mixture of experts, Qwen2.5-VL
-(arXiv:2502.13923), and MiMo (arXiv:2505.07608)."""
+"""Qwen2 (arXiv:2407.10671), Qwen2.5 (arXiv:2412.15115), their mixture of experts, Qwen2.5-VL (arXiv:2502.13923),
+Qwen3-VL (arXiv:2511.21631), and MiMo (arXiv:2505.07608)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary, stored_names
+from miles_megatron.decoder import Decoder, by_layer_type, every_layer, refuse, rotary, stored_names
 from miles_megatron.hf_config import read_as
 from miles_megatron.mixture import Mixture, Names
 from miles_megatron.specs import Attention
@@ -38,6 +38,27 @@ def qwen2_5_vl(hf: Any) -> Decoder:
     inside = any(name.startswith("model.language_model.") for name in names)
     return replace(qwen2(text), renamed=(("model.", "model.language_model."),) if inside else (),
                    carried=("model.visual." if inside else "visual.",))
+
+
+def qwen3_vl(hf: Any) -> Decoder:
+    """Qwen3 whose rope turns by three axes in turns, beside a vision tower that has features for its first layers, too.
+
+    Raises:
+        ConfigError: biases of attention, another activation, an unknown scaling of the rope.
+    """
+    text = copy.copy(hf.text_config)
+    text.tie_word_embeddings = hf.tie_word_embeddings
+    # What transformers' module has where they are missing, and whatever they say.
+    text.rope_parameters = {"mrope_section": [24, 20, 20], **(text.rope_parameters or {}), "mrope_interleaved": True}
+    refuse(text, attention_bias=False, hidden_act="silu")
+    return Decoder(hf=text, attention=every_layer(text, Attention(rotary(text))), qk_norm=True, reshape=_deepstack,
+                   renamed=(("model.", "model.language_model."),), carried=("model.visual.",))
+
+
+def _deepstack(*layer: Any) -> None:
+    from miles_specs_qwen2.deepstack import reshape
+
+    reshape(*layer)
 
 
 def qwen2_moe(hf: Any) -> Decoder:

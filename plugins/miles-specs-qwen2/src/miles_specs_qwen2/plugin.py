@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsQwen2:
-    """Qwen2, Qwen2.5, Qwen2.5-VL, Qwen2-MoE and MiMo for the Megatron trainer."""
+    """Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3-VL, Qwen2-MoE and MiMo for the Megatron trainer."""
 
     @hookimpl("model_spec", name="qwen2")
     def qwen2(self, hf_config: Any) -> Family:
@@ -39,6 +39,15 @@ class SpecsQwen2:
         from miles_specs_qwen2.families import qwen2_5_vl
 
         return DecoderFamily(qwen2_5_vl)
+
+    @hookimpl("model_spec", name="qwen3_vl")
+    def qwen3_vl(self, hf_config: Any) -> Family:
+        """The text model of Qwen3-VL, with a vision tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_qwen2.families import qwen3_vl
+
+        return DecoderFamily(qwen3_vl)
 
     @hookimpl("model_spec", name="mimo")
     def mimo(self, hf_config: Any) -> Family:

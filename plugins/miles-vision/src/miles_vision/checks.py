@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from miles_core.config import RunConfig
 from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.plugins.select import Selected
 
-BUILT = ("mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
-"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's, and these
-enter the model by its embedding only."""
+BUILT = ("mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's."""
 
 
-def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
-    """The configuration as it is.
-
-    Args:
-        keys: of rows, by medium.
+def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selected] = ()) -> RunConfig:
+    """The configuration as it is; `keys` of rows are by medium, `plugins` in the order of the run.
 
     Raises:
         ConfigError: a medium that is not read, or a setting with which a part of the run would not see images.
@@ -27,14 +25,16 @@ def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     megatron, kind, engine = config.perf.trainer == "megatron", model_type(config), config.rollout.engine or "local"
     shared = config.options.get("fsdp", {}).get("context_parallel_size", 1)
     backend = config.surfaces.get("server", {}).get("attention_backend")
+    before = itertools.takewhile(lambda one: one.manifest.name != "vision", plugins)
+    earlier = [one.manifest.name for one in before if any(offer.hook == "build_model" for offer in one.manifest.offers)]
     elsewhere = engine not in ("local", "sglang") or (engine == "sglang" and kind == "mistral3")
     for key, value, unseen, fix in (
         ("vision.multimodal_keys", dict(keys), set(keys) != {"image"} or not isinstance(keys["image"], str),
          """--multimodal-keys '{"image": "images"}': no other medium is read"""),
         ("perf.trainer", f"{config.perf.trainer}, {kind}", config.perf.trainer != "fsdp" and not (
             megatron and kind in (*BUILT, None)), "--trainer fsdp"),
-        ("perf.weight_sync", "adapter", megatron and config.perf.weight_sync == "adapter",
-         "leave it out, or --trainer fsdp: what reads images travels with all weights"),
+        ("perf.weight_sync", "adapter", megatron and config.perf.weight_sync == "adapter", "--trainer fsdp"),
+        ("plugins", ", ".join(earlier), megatron and earlier, "name it after vision, which adds to what it changes"),
         ("fsdp.context_parallel_size", shared, shared != 1 and not megatron, "leave it out: samples stay on a rank"),
         ("rollout.rollout_ignore_eos", True, config.rollout.rollout_ignore_eos, "leave it out: an image's ends it too"),
         ("rollout.engine", f"{engine}, {kind}", elsewhere, "--engine local"),

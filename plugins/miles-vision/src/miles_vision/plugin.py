@@ -13,11 +13,13 @@ from miles_core.hookspecs import hookimpl
 from miles_core.types import Drop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import torch
+    from miles_megatron.model import LanguageModel
     from miles_megatron.specs import WeightMap
 
+    from miles_core.plugins.select import Selected
     from miles_core.stages.rollout import Request
     from miles_core.types import Prompt, Sample
     from miles_vision.images import ImageStore
@@ -53,29 +55,25 @@ class Vision:
         self._options, self._config = options, config
         self._preparation: Preparation | None = None
         self._seen: Seen | None = None
-        self._towers: dict[Path, Tower] = {}
-        self._bodies: dict[Path, Any] = {}
-        self._carried: tuple[Path, WeightMap] | None = None
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """What Megatron's trainer keeps beside the model, for the memory plan."""
+        """What Megatron's trainer has beside the embedding, for the memory plan."""
         from miles_vision.checks import BUILT, model_type
 
         if config.perf.trainer != "megatron" or model_type(config) not in BUILT:
             return config
         from miles_fsdp.memory import parameters
 
-        note("what reads images is frozen under --trainer megatron; --trainer fsdp trains it, too")
         count = parameters(Path(str(config.checkpoint.hf_checkpoint)), beside_text=True) or 0
         return replace(config, stated=config.stated | {"embedding_rows:vision": (str(count),)})
 
     @hookimpl
-    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
         """What would be found out late, or train on something else than was sampled."""
         from miles_vision.checks import check
 
-        return check(config, self._options.multimodal_keys or {})
+        return check(config, self._options.multimodal_keys or {}, plugins)
 
     @hookimpl
     def prepare_prompt(self, prompt: Prompt) -> Prompt | Drop:
@@ -117,50 +115,33 @@ class Vision:
         return self._sees().of_sample(model, sample)
 
     @hookimpl
-    def build_model(self, chunk: torch.nn.Module, folder: Path, model: str,
-                    weight_map: WeightMap | None) -> torch.nn.Module:
-        """Beside Megatron's embedding, what sees; it is loaded before anything is computed."""
-        if weight_map is None or next(chunk.parameters()).is_meta:
-            return chunk
-        if model == "actor":
-            self._carried = folder, weight_map
-        if getattr(chunk, "pre_process", False):
-            self._tower(folder, weight_map)
+    def weight_map(self, weight_map: WeightMap, folder: Path) -> WeightMap:
+        """Under Megatron's trainer, with what sees: it is a part of the model."""
+        from miles_vision.tower import mapped
+
+        return mapped(weight_map, folder)
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, folder: Path, weight_map: WeightMap | None) -> torch.nn.Module:
+        """Beside Megatron's embedding, what sees."""
+        if weight_map is not None and getattr(chunk, "pre_process", False):
+            from miles_vision.tower import attach
+
+            attach(cast("LanguageModel", chunk), folder, weight_map)
         return chunk
 
     @hookimpl
-    def embedding_rows(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
+    def embedding_rows(self, sample: Sample, chunk: torch.nn.Module) -> dict[int, torch.Tensor]:
         """For the trainer megatron."""
-        return self._tower(folder, cast("tuple[Path, WeightMap]", self._carried)[1]).rows(sample, self._sees())
+        rows: dict[int, torch.Tensor] = cast("Tower", chunk.tower)(sample, self._sees())
+        return rows
 
     @hookimpl
     def rope_positions(self, sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
         """For the trainer megatron, on ranks that hold no tower as well."""
-        from miles_vision.tower import rope_positions, skeleton
+        from miles_vision.tower import rope_positions
 
-        if folder not in self._bodies:
-            tower = self._towers.get(folder)
-            self._bodies[folder] = skeleton(folder).base_model if tower is None else tower.model
-        return rope_positions(self._bodies[folder], sample, self._sees())
-
-    @hookimpl
-    def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Under Megatron's trainer, with what is frozen beside its model."""
-        if self._carried is None:
-            return stream
-        from miles_vision.tower import with_tower
-
-        return with_tower(stream, *self._carried)
-
-    def _tower(self, folder: Path, weight_map: WeightMap) -> Tower:
-        if folder not in self._towers:
-            import torch
-
-            from miles_vision.tower import Tower
-
-            dtype = torch.bfloat16 if self._config.perf.bf16 else torch.float32
-            self._towers[folder] = Tower(folder, weight_map, dtype)
-        return self._towers[folder]
+        return rope_positions(folder, sample, self._sees())
 
     def _prepares(self) -> Preparation:
         if self._preparation is None:

@@ -1,114 +1,154 @@
-"""What sees, beside Megatron's language model: transformers' own modules, filled from the checkpoint and frozen."""
+"""What sees, beside the embedding of Megatron's language model: transformers' own modules, which train as it does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from miles_megatron import cpu
-from miles_megatron.disk_names import carried
+from miles_megatron import hf_config
+from miles_megatron.specs import Rule, WeightMap
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from miles_core.errors import CheckpointError
+from miles_vision.checks import BUILT
 from miles_vision.prompts import names_of
 
 if TYPE_CHECKING:
-    from miles_megatron.specs import WeightMap
+    from miles_megatron.model import LanguageModel
 
     from miles_core.types import Sample
     from miles_vision.seen import Seen
 
-Stream = Iterator[tuple[str, torch.Tensor]]
+_OURS = "tower.body."
+"""Beginning of the names of its parameters in Megatron's model."""
 
 
 class _Text(torch.nn.Module):
-    """In the text model's place: embeds every token as zeros, and keeps what it is handed instead of computing on."""
+    """In the text model's place: embeds every token as zeros, and hands on what it gets instead of computing on.
 
-    def __init__(self, width: int, dtype: torch.dtype):
+    What the tower has for the outputs of the first layers lies behind the embeddings, [1, L, (1 + layers) x H].
+    """
+
+    def __init__(self, width: int):
         super().__init__()
-        self.width, self.dtype = width, dtype
-        self.embedded = torch.empty(0)
+        self.width = width
 
     def get_input_embeddings(self) -> Any:
-        return lambda tokens: torch.zeros(*tokens.shape, self.width, dtype=self.dtype, device=tokens.device)
+        return lambda tokens: torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-        self.embedded = inputs_embeds
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, inputs_embeds: torch.Tensor, visual_pos_masks: torch.Tensor | None = None,
+                deepstack_visual_embeds: Sequence[torch.Tensor] = (), **_: Any) -> BaseModelOutputWithPast:
+        nothing = torch.zeros_like(inputs_embeds)
+        behind = [nothing.masked_scatter(cast("torch.Tensor", visual_pos_masks)[..., None], one.to(nothing))
+                  for one in deepstack_visual_embeds]
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat([inputs_embeds, *behind], -1))
 
 
-def skeleton(folder: Path) -> Any:
+def _whole(folder: Path) -> Any:
     """A checkpoint's model as transformers has it, without weights."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config)
 
 
-class Tower:
-    """A checkpoint's model without its text model.
+_skeleton = functools.cache(_whole)
+"""The same, for who changes nothing of it."""
+
+
+def _seeing(whole: Any) -> dict[str, torch.nn.Module]:
+    """Those parts of a model that are not the text model or around it, by name."""
+    text = whole.get_decoder()
+    return {name: part for name, part in whole.base_model.named_children()
+            if all(one is not text for one in part.modules())}
+
+
+def mapped(weight_map: WeightMap, folder: Path) -> WeightMap:
+    """The map with rules for what the checkpoint has beside the text model.
 
     Args:
-        folder: with config.json and the tensors that `weight_map` carries.
-        dtype: in which it computes.
+        folder: with config.json.
+    """
+    if hf_config.read(folder).model_type not in BUILT:
+        return weight_map
+    whole = _skeleton(folder)
+    stored = {theirs.removeprefix(f"{whole.base_model_prefix}."): theirs for theirs in weight_map.carried}
+    rules = [Rule(_OURS + key, (theirs + key.removeprefix(begun),))
+             for name, part in _seeing(whole).items() for key in part.state_dict(prefix=f"{name}.")
+             for begun, theirs in stored.items() if key.startswith(begun)]
+    own = tuple((theirs, theirs) for theirs in weight_map.carried)  # not renamed as the text model's are
+    return replace(weight_map, rules=(*weight_map.rules, *rules), renamed=(*own, *weight_map.renamed), carried=())
 
-    Raises:
-        CheckpointError: the tensors are not those of the modules.
+
+def attach(chunk: LanguageModel, folder: Path, weight_map: WeightMap) -> None:
+    """Give the part of a model that has the embedding a `tower`, if its map has one.
+
+    Args:
+        folder: with config.json.
+    """
+    if not any(rule.megatron.startswith(_OURS) for rule in weight_map.rules):
+        return
+    chunk.tower = Tower(folder, chunk.config.recompute_granularity == "full")
+    for parameter in chunk.tower.parameters():
+        parameter.sequence_parallel = chunk.config.sequence_parallel
+
+
+class Tower(torch.nn.Module):
+    """A checkpoint's model without its text model, randomly initialised.
+
+    Args:
+        folder: with config.json.
+        recompute: what is seen once more in the backward pass, instead of keeping activations.
     """
 
-    def __init__(self, folder: Path, weight_map: WeightMap, dtype: torch.dtype):
-        whole = skeleton(folder)
-        config, body, text = whole.config, whole.base_model, whole.get_decoder()
-        self._text = _Text(config.get_text_config().hidden_size, dtype)
-        for name, part in list(body.named_children()):
-            inner = any(one is text for one in part.modules())
-            # What sees is built once more, for buffers that are in no file.
-            setattr(body, name, self._text if inner else type(part)(getattr(part, "config", config)))
-        state = {name.removeprefix(f"{whole.base_model_prefix}."): tensor.to(dtype)
-                 for name, tensor in carried(folder, weight_map)}
-        try:
-            body.load_state_dict(state, assign=True)
-        except RuntimeError as error:
-            raise CheckpointError("what reads images does not fit the model that config.json describes",
-                                  code="vision-tensors-differ", got=" ".join(str(error).split())[:300], who=str(folder),
-                                  fix="fetch the checkpoint again, or train it with --trainer fsdp") from error
-        self.model = body.eval().requires_grad_(False).to(cpu.device())
+    def __init__(self, folder: Path, recompute: bool = False):
+        super().__init__()
+        whole = _whole(folder)
+        config, seeing = whole.config, _seeing(whole)
+        self.body, size = whole.base_model, config.get_text_config().hidden_size
+        for name, part in [*self.body.named_children()]:  # once more, for buffers that are in no file
+            own = type(part)(getattr(part, "config", config)) if name in seeing else _Text(size)
+            setattr(self.body, name, own)
+        layers = sum(len(cast("Any", part).deepstack_merger_list) for part in seeing.values()
+                     if hasattr(part, "deepstack_merger_list"))
+        self._width = (1 + layers) * size
+        self.eval()
+        self.recompute = recompute
 
-    def rows(self, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
+    def forward(self, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
         """See the hook embedding_rows."""
+        trained = [one for one in self.parameters() if one.requires_grad]
         if not names_of(sample.prompt, sample):
-            return {}
-        inputs = {name: one.to(cpu.device()) for name, one in seen.of_sample(self.model, sample).items()}
-        tokens = inputs.pop("input_ids")
-        places = (tokens == seen.placeholders[0]).nonzero()[:, 0]
+            # No rows, of which every parameter has a gradient, of zero: Megatron may wait for it to add up ranks'.
+            none = [one.flatten()[:0] for one in trained]
+            return {0: torch.cat(none).view(0, self._width)} if none and torch.is_grad_enabled() else {}
+        device = next(self.parameters()).device
+        inputs = {name: one.to(device) for name, one in seen.of_sample(self.body, sample).items()}
+        places = (inputs["input_ids"] == seen.placeholders[0]).nonzero()[:, 0]
         arguments = {name: one[..., None, :] if name.endswith("_ids") else one for name, one in inputs.items()}
-        with torch.no_grad():
-            self.model(input_ids=tokens[None], **arguments, use_cache=False)
-        rows, self._text.embedded = self._text.embedded[0, places], torch.empty(0)
+        again = self.recompute and trained and torch.is_grad_enabled()
+        whole = checkpoint(self._see, arguments, use_reentrant=False) if again else self._see(arguments)
         runs = (places.diff(prepend=places.new_tensor([-2])) != 1).nonzero()[:, 0].tolist()
         sizes = [end - begin for begin, end in zip(runs, [*runs[1:], len(places)], strict=True)]
-        return dict(zip(places[runs].tolist(), rows.split(sizes), strict=True))
+        return dict(zip(places[runs].tolist(), whole[places].split(sizes), strict=True))
+
+    def _see(self, arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[L, H] of a sequence of tokens, zeros where nothing is seen."""
+        rows: torch.Tensor = self.body(**arguments, use_cache=False).last_hidden_state[0]
+        return rows
 
 
-def rope_positions(body: Any, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
+def rope_positions(folder: Path, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
     """See the hook of that name.
 
     Args:
-        body: with or without weights.
+        folder: with config.json.
     """
+    body = _skeleton(folder).base_model
     if not names_of(sample.prompt, sample) or not hasattr(body, "get_rope_index"):
         return {}
     return {0: seen.of_sample(body, sample)["position_ids"]}
-
-
-def with_tower(stream: Stream, folder: Path, weight_map: WeightMap) -> Stream:
-    """A stream to an engine, and behind it what the checkpoint has beside the text model: engines that were asleep have
-    lost it, and some take nothing but all tensors."""
-    device = torch.device("cpu")
-    for name, tensor in stream:
-        device = tensor.device
-        yield name, tensor
-    for name, tensor in carried(folder, weight_map):
-        yield name, tensor.to(device)
