@@ -33,6 +33,15 @@ class SpecsMoe:
 
         return DecoderFamily(deepseek_v32)
 
+    @hookimpl("model_spec", name="deepseek_v4")
+    def deepseek_v4(self, hf_config: Any) -> Family:
+        """DeepSeek-V4."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.deepseek_v4 import deepseek_v4
+
+        return DecoderFamily(deepseek_v4)
+
     @hookimpl("model_spec", name="kimi_k2")
     def kimi_k2(self, hf_config: Any) -> Family:
         """Kimi K2."""
