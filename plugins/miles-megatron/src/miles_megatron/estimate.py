@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miles_core.config.architecture import Architecture, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
-from miles_megatron.heads import embedded, heads_of, mean_ffn, sizes_of
+from miles_megatron.heads import Compressed, embedded, heads_of, mean_ffn, sizes_of, streams_of
 from miles_megatron.layout import Layout, layout_of
 
 FP32 = 4
@@ -249,7 +249,8 @@ def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage
         unit, method = megatron.get("recompute_num_layers") or 1, megatron.get("recompute_method") or "uniform"
         again = min(layers, unit) if method == "block" else layers
         stored = (layers - again) * layer + again * hidden / (unit if method == "uniform" else 1)
-        stored += again * tokens * value * embedded(size) / model.split  # which layers hand on
+        # What layers hand on beside one stream.
+        stored += again * tokens * value * (embedded(size) + (streams_of(size) - 1) * size.hidden) / model.split
         passing += layer * (unit if method == "uniform" else 1)
     # 1F1B: a stage holds as many micro-batches as there are stages from it on; interleaved, a part of a round more.
     flying = layout.pipeline - stage
@@ -318,6 +319,8 @@ def flops(length: int, *, parameters: int, attention: int) -> int:
 def mixing(size: Architecture) -> tuple[int, int]:
     """Parameters of the average layer's attention, linear or not: (those cut by heads, those that every tensor-parallel
     rank has)."""
+    if isinstance(size, Compressed):
+        return 0, size.own // size.layers
     queries = 2 * size.heads + (size.heads if size.gated else 0)
     cut, whole = size.hidden * sum(one.layers * one.head_dim * (queries + one.made * one.groups)
                                    for one in heads_of(size)), 0

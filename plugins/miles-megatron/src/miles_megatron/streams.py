@@ -18,6 +18,7 @@ cpu.install()
 
 from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402 - after install()
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+from megatron.core.utils import make_viewless_tensor  # noqa: E402
 
 
 class Copies(torch.nn.Module):
@@ -69,7 +70,9 @@ class StreamLayer(TransformerLayer):
         streams = hidden_states.unflatten(-1, (-1, self.config.hidden_size))
         streams = self.attention_streams(streams, attend)
         streams = self.mlp_streams(streams, lambda one: self.feed(self.pre_mlp_layernorm(one), packed_seq_params))
-        return (streams.flatten(2) if self.streams_head is None else self.streams_head(streams)), context
+        rows = streams.flatten(2) if self.streams_head is None else self.streams_head(streams)
+        # Pipelines free what they have sent, which a view would keep.
+        return make_viewless_tensor(rows, requires_grad=rows.requires_grad, keep_graph=True), context
 
     def feed(self, normed: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
         """The MLP: [t, b, H] -> [t, b, H]."""

@@ -15,23 +15,26 @@ import torch
 import torch.nn.functional as F
 from miles_megatron import cpu
 from miles_megatron.packed_layout import packed_layout_of, seen
-from miles_megatron.recurrent import by_sequence
+from miles_megatron.recurrent import Again, by_sequence
 from miles_megatron.specs import Attention
 from miles_megatron.streams import StreamLayer, put_streams
-
-from miles_core.errors import ConfigError
 
 cpu.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after install()
 from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from transformers import AttentionInterface  # noqa: E402
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
     DeepseekV4Attention,
     DeepseekV4HyperConnection,
     DeepseekV4HyperHead,
+    DeepseekV4IndexerScorer,
     DeepseekV4RotaryEmbedding,
 )
+
+BLOCK = 512
+"""Queries that are computed at once, with the keys of their windows and all compressed ones."""
 
 
 def reshape(config: TransformerConfig, layer: ModuleSpec, attention: Attention, sparse: bool, modules: Any, *,
@@ -48,8 +51,7 @@ def _trained(module: torch.nn.Module, config: TransformerConfig) -> None:
     """A module of transformers' becomes one of the trainer's, whole on every tensor-parallel rank."""
     module.to(config.params_dtype)
     for part in module.modules():
-        if isinstance(part, DeepseekV4RotaryEmbedding):
-            part.__class__ = _Frequencies
+        part.__class__ = _OURS.get(type(part), type(part))
     parameter: Any
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel
@@ -64,6 +66,19 @@ class _Frequencies(DeepseekV4RotaryEmbedding):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
+
+
+class _Scorer(DeepseekV4IndexerScorer):
+    """Products of a block of queries at a time; they choose and do not weigh, so no gradient comes to them."""
+
+    @torch.no_grad()
+    def forward(self, q: torch.Tensor, compressed_kv: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, L, heads, size], [B, means, size] and [B, L, H] -> [B, L, means]."""
+        blocks = zip(q.split(BLOCK, 1), hidden_states.split(BLOCK, 1), strict=True)
+        return torch.cat([super(_Scorer, self).forward(one, compressed_kv, hidden) for one, hidden in blocks], 1)
+
+
+_OURS = {DeepseekV4RotaryEmbedding: _Frequencies, DeepseekV4IndexerScorer: _Scorer}
 
 
 class HyperConnection(DeepseekV4HyperConnection):
@@ -99,13 +114,13 @@ class CompressedAttention(DeepseekV4Attention):
 
     def __init__(self, config: TransformerConfig, layer_number: int, cp_comm_type: Any = None,
                  pg_collection: Any = None, *, hf: Any):
-        eager = copy.copy(hf)
-        eager._attn_implementation = "eager"  # the only one that knows its sinks and compressed keys
-        super().__init__(eager, layer_number - 1)
-        self.turning = DeepseekV4RotaryEmbedding(eager)
+        hf = copy.copy(hf)
+        hf._attn_implementation = _IN_BLOCKS
+        super().__init__(hf, layer_number - 1)
+        self.turning = DeepseekV4RotaryEmbedding(hf)
         _trained(self, config)
         if getattr(self.compressor, "indexer", None) is not None:
-            self.compressor.indexer.requires_grad_(False)  # its scores choose and do not weigh
+            self.compressor.indexer.requires_grad_(False)
         # A stretch of padding, which nothing sees, gives a compressor its gradient of 0 where samples are shorter.
         self.shortest = getattr(self.compressor, "compress_rate", 1)
         self.rows_are_cut = config.sequence_parallel
@@ -138,11 +153,50 @@ class CompressedAttention(DeepseekV4Attention):
         length = rows.shape[1]
         rows = F.pad(rows, (0, 0, 0, max(self.shortest - length, 0)))
         positions = torch.arange(rows.shape[1], device=rows.device)
-        mask = rows.new_zeros(len(positions), len(positions))
-        mask = mask.masked_fill(~seen(positions, len(positions), self.sliding_window), torch.finfo(rows.dtype).min)
         turning = {self.rope_layer_type: self.turning(rows, positions[None], layer_type=self.rope_layer_type)}
-        mixed, _ = super().forward(rows, turning, positions[None], mask.expand(len(rows), 1, -1, -1))
+        # A mask of no keys, which becomes that of compressed ones.
+        mask = None if self.compressor is None else rows.new_zeros(len(rows), 1, len(positions), 0)
+        mixed, _ = super().forward(rows, turning, positions[None], mask)
         return mixed[:, :length]
+
+
+def in_blocks(module: CompressedAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attention_mask: torch.Tensor | None, *, scaling: float, sliding_window: int, s_aux: torch.Tensor,
+              **_: Any) -> tuple[torch.Tensor, None]:
+    """transformers' protocol of a function of attention, whose keys are values, with sinks.
+
+    Args:
+        query: [B, heads, L, size].
+        key: [B, 1, L + compressed, size].
+        attention_mask: [B, 1, L, compressed] what is added to scores of compressed keys; None where there are none.
+    """
+    length, outputs = query.shape[2], []
+    window, compressed = key[:, 0].split((length, key.shape[2] - length), 1)
+    mask = query.new_zeros(1, 1, length, 0) if attention_mask is None else attention_mask
+    for first in range(0, length, BLOCK):
+        last, begin = min(first + BLOCK, length), max(first - sliding_window + 1, 0)
+        positions = torch.arange(first - begin, last - begin, device=query.device)
+        before = torch.zeros(len(positions), last - begin, dtype=query.dtype, device=query.device)
+        before = before.masked_fill(~seen(positions, last - begin, sliding_window), -torch.inf)
+        attend = functools.partial(_attend, scaling, before)
+        outputs.append(Again.apply(attend, query[:, :, first:last], window[:, begin:last], compressed,
+                                   mask[:, :, first:last], s_aux))
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+def _attend(scaling: float, before: torch.Tensor, query: torch.Tensor, window: torch.Tensor, compressed: torch.Tensor,
+            mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """One block: [B, heads, queries, size]."""
+    keys = torch.cat([window, compressed], 1)[:, None]
+    masks = torch.cat([before.expand(*mask.shape[:2], -1, -1), mask], -1)
+    scores = (query @ keys.mT) * scaling + masks
+    sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    shares = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return shares[..., :-1].to(keys.dtype) @ keys
+
+
+_IN_BLOCKS = "miles_in_blocks"
+AttentionInterface.register(_IN_BLOCKS, in_blocks)
 
 
 def _own(rows: torch.Tensor, cut: bool) -> torch.Tensor:

@@ -42,12 +42,13 @@ def deepseek_v4(hf: Any) -> Decoder:
         ConfigError: another activation or scores, biases, weights that do not add up to 1.
     """
     refuse(hf, hidden_act="silu", scoring_func="sqrtsoftplus", norm_topk_prob=True, attention_bias=False,
-           mlp_bias=False, num_key_value_heads=1, attention_dropout=0.0, tie_word_embeddings=False)
+           mlp_bias=False, num_key_value_heads=1, attention_dropout=0.0, tie_word_embeddings=False,
+           n_shared_experts=1)
     layers = tuple(range(hf.num_hidden_layers))
     tables = tuple(layer for layer in layers if hf.mlp_layer_types[layer] == "hash_moe")
     mixture = Mixture(
         layers=len(layers), sparse=layers, experts=hf.n_routed_experts, chosen=hf.num_experts_per_tok,
-        width=hf.moe_intermediate_size, shared=hf.moe_intermediate_size * hf.n_shared_experts, score="sigmoid",
+        width=hf.moe_intermediate_size, shared=hf.moe_intermediate_size, score="sigmoid",
         bias=True, scale=hf.routed_scaling_factor, names=_NAMES,
     )  # fmt: skip
     return Decoder(
