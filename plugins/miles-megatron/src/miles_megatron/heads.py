@@ -108,7 +108,7 @@ def _compressed(hf_config: Mapping[str, Any], size: Architecture) -> Compressed:
     rates = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     rates |= hf_config.get("compress_rates") or {}
     every = hf_config.get("compress_ratios") or [rates[kind] for kind in hf_config["layer_types"]]
-    hidden, rank, streams, wide = size.hidden, hf_config["q_lora_rank"], hf_config["hc_mult"], size.heads * size.head_dim
+    hidden, wide, rank, streams = size.hidden, size.heads * size.head_dim, size.query_rank, hf_config["hc_mult"]
 
     def compressor(channels: int, rate: int, parts: int) -> int:
         return parts * channels * (2 * hidden + rate) + channels

@@ -63,12 +63,9 @@ class StreamLayer(TransformerLayer):
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor | None = None, *,
                 packed_seq_params: Any = None, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, b, n x H] -> the same, [t, b, H] of the last layer; and the context as it is."""
-        def attend(one: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.self_attention(self.input_layernorm(one), packed_seq_params=packed_seq_params)[0]
-            return output
-
         streams = hidden_states.unflatten(-1, (-1, self.config.hidden_size))
-        streams = self.attention_streams(streams, attend)
+        streams = self.attention_streams(streams, lambda one: self.self_attention(
+            self.input_layernorm(one), packed_seq_params=packed_seq_params)[0])
         streams = self.mlp_streams(streams, lambda one: self.feed(self.pre_mlp_layernorm(one), packed_seq_params))
         rows = streams.flatten(2) if self.streams_head is None else self.streams_head(streams)
         # Pipelines free what they have sent, which a view would keep.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_megatron.decoder import Decoder, LayerNorms, refuse, stored_names
+from miles_megatron.decoder import Decoder, LayerNorms, refuse
 from miles_megatron.mixture import Mixture, Names
 from miles_megatron.specs import Attention, Rule
 
