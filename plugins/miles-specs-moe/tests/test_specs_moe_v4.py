@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miles_megatron import estimate
+from miles_megatron import estimate, hf_config, model, weights
 from miles_megatron.testing.checkpoints import tensors
 from miles_megatron.testing.demo import demo_run
-from miles_megatron.testing.parity import TINY, cases, model_parity, random_model
+from miles_megatron.testing.parity import TINY, cases, model_parity, packed_logits, random_model
 from miles_megatron.testing.ranks import batches, distance
 from miles_specs_moe import compressed
 from miles_specs_moe.deepseek_v4 import deepseek_v4
@@ -57,19 +57,39 @@ def test_a_run_trains_every_tensor_that_the_engine_decodes_with(folder, tmp_path
         name for name in before if any(part in name for part in STAYS)}
 
 
+def test_routers_replay(tmp_path):
+    """Those with a table, too."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    random_model(CASE).save_pretrained(tmp_path)
+    hf = hf_config.read(tmp_path)
+    spec, weight_map = deepseek_v4(hf).spec(), deepseek_v4(hf).weight_map()
+    RouterReplay.clear_global_router_replay_instances()
+    ours = model.build(model.transformer_config(spec, {"moe_enable_routing_replay": True}), spec)
+    weights.load_hf(tmp_path, ours, weight_map)
+    sequences = [torch.arange(3, 40), torch.arange(50, 90)]
+    with torch.no_grad():
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        free = packed_logits(ours, sequences, None)
+        routes = RouterReplay.get_recorded_data()
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        for layer, changed in enumerate([None, *range(TINY["num_hidden_layers"])], -1):
+            RouterReplay.set_replay_data([(one + (n == changed)) % 8 for n, one in enumerate(routes)])
+            assert torch.equal(packed_logits(ours, sequences, None), free) == (changed is None), layer
+    RouterReplay.clear_global_router_replay_instances()
+
+
 @pytest.mark.full
-def test_routes_are_replayed(folder, tmp_path):
-    """A table's are what it says anyway."""
+def test_a_run_replays_the_engines_routes(folder, tmp_path):
     steps, _ = demo_run(ROOT, folder, tmp_path, "--plugin", "r3", "--use-rollout-routing-replay")
-    assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
-    assert all(one["rollout/r3/replayed_share"] == 1 for one in steps)
+    assert len(steps) == 2 and all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
 
 
 def test_the_memory_plan_counts_every_parameter(folder):
     own = sum(tensor.numel() for name, tensor in tensors(folder).items()
               if not name.endswith((".tid2eid", ".gate.bias")))
-    model = estimate.dimensions_of(plan(folder).config)
-    assert 0 <= own - sum(estimate.parameters(model, TINY["num_hidden_layers"], True, True)) < 4  # a mean of layers
+    size = estimate.dimensions_of(plan(folder).config)
+    assert 0 <= own - sum(estimate.parameters(size, TINY["num_hidden_layers"], True, True)) < 4  # a mean of layers
 
 
 LAYOUTS = {
