@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miles_megatron import estimate, hf_config, model, weights
+from miles_megatron import cpu, estimate, hf_config, model, weights
 from miles_megatron.testing.checkpoints import tensors
 from miles_megatron.testing.demo import demo_run
 from miles_megatron.testing.parity import TINY, cases, model_parity, packed_logits, random_model
@@ -61,6 +61,8 @@ def test_routers_replay(tmp_path):
     """Those with a table, too."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+    if not torch.distributed.is_initialized():
+        cpu.initialize()
     random_model(CASE).save_pretrained(tmp_path)
     hf = hf_config.read(tmp_path)
     spec, weight_map = deepseek_v4(hf).spec(), deepseek_v4(hf).weight_map()
