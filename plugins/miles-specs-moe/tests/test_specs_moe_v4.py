@@ -14,6 +14,7 @@ from miles_megatron.testing.parity import TINY, cases, model_parity, packed_logi
 from miles_megatron.testing.ranks import batches, distance
 from miles_specs_moe import compressed
 from miles_specs_moe.deepseek_v4 import deepseek_v4
+from safetensors.torch import save_file
 
 from miles_core.errors import ConfigError
 from miles_core.plugins.plan import prepare
@@ -126,6 +127,26 @@ def test_conversion_keeps_every_bit(convert, folder, tmp_path):
     convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", folder)
     before, after = tensors(folder), tensors(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_files_may_have_the_names_of_the_release(convert, tmp_path):
+    """Those that transformers reads."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = random_model(ODD)
+    theirs.save_pretrained(tmp_path / "hf")
+    renamed = {}
+    for name, tensor in tensors(tmp_path / "hf").items():
+        name = name.replace(".attn.norm.", ".attn.kv_norm.").replace("model.embed_tokens.", "embed.")
+        renamed[name.replace("model.hc_head.hc_", "hc_head_").removeprefix("model.")] = tensor
+    assert {"embed.weight", "hc_head_fn", "norm.weight", "layers.0.hc_ffn_base"} <= renamed.keys()
+    save_file(renamed, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in theirs.state_dict().items())
+    convert("hf-to-dist", tmp_path / "hf", tmp_path / "dist")
+    convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", tmp_path / "hf")
+    after = tensors(tmp_path / "back")
+    assert renamed.keys() == after.keys() and all(torch.equal(renamed[name], after[name]) for name in renamed)
 
 
 @pytest.mark.full

@@ -74,7 +74,7 @@ class Compressed(Architecture):
 def sizes_of(config: RunConfig) -> Architecture:
     """`architecture_of`, with the heads of each layer where config.json has several kinds, and compressed keys."""
     size, hf_config = architecture_of(config), shape_json(config)[1] or {}
-    if not size.uncounted and "o_lora_rank" in hf_config:
+    if not size.uncounted and hf_config.keys() >= _COMPRESSED and hf_config.keys() & {"compress_ratios", "layer_types"}:
         return _compressed(hf_config, size)
     if size.uncounted or not (counted := _counted(hf_config, size)):
         return size
@@ -101,6 +101,9 @@ def streams_of(size: Architecture) -> int:
 def heads_of(size: Architecture) -> tuple[Heads, ...]:
     """Of all layers with attention that is not linear."""
     return size.kinds if isinstance(size, OfLayers) else (Heads(size.full, size.head_dim, size.groups),)
+
+
+_COMPRESSED = {"q_lora_rank", "o_lora_rank", "o_groups", "hc_mult", "index_n_heads", "index_head_dim"}
 
 
 def _compressed(hf_config: Mapping[str, Any], size: Architecture) -> Compressed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_megatron.decoder import Decoder, LayerNorms, refuse
+from miles_megatron.decoder import Decoder, LayerNorms, refuse, stored_names
 from miles_megatron.mixture import Mixture, Names
 from miles_megatron.specs import Attention, Rule
 
@@ -45,6 +45,7 @@ def deepseek_v4(hf: Any) -> Decoder:
            mlp_bias=False, num_key_value_heads=1, attention_dropout=0.0, tie_word_embeddings=False,
            n_shared_experts=1)
     layers = tuple(range(hf.num_hidden_layers))
+    released = any(name.startswith("layers.") for name in stored_names(hf))
     tables = tuple(layer for layer in layers if hf.mlp_layer_types[layer] == "hash_moe")
     mixture = Mixture(
         layers=len(layers), sparse=layers, experts=hf.n_routed_experts, chosen=hf.num_experts_per_tok,
@@ -54,13 +55,18 @@ def deepseek_v4(hf: Any) -> Decoder:
     return Decoder(
         hf=hf, attention=tuple(Attention(None, mixer=Compressed(layer in tables, hf)) for layer in layers),
         norms=LayerNorms("attn_norm", "ffn_norm"), activation="clamped_silu", mixture=mixture,
-        mlp=tuple(_experts(mixture, tables)), mixing=tuple(_mixing(hf, layers)),
+        mlp=tuple(_experts(mixture, tables)), mixing=tuple(_mixing(hf, layers, released)),
         reshape=functools.partial(_reshape, hf=hf), beside_embedding=functools.partial(_copies, hf.hc_mult),
         constants={"activation_func_clamp_value": hf.swiglu_limit, "num_query_groups": hf.num_attention_heads,
                    "hetereogenous_dist_checkpoint": True, **_UNTOLD},
-        renamed=(("lm_head.", "head."),), left=("mtp.", "model.mtp."), left_counts=("num_nextn_predict_layers",),
+        renamed=_RELEASED if released else _RELEASED[:1], left=("mtp.", "model.mtp."),
+        left_counts=("num_nextn_predict_layers",),
     )  # fmt: skip
 
+
+_RELEASED = (("lm_head.", "head."), ("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"),
+             ("model.", ""))
+"""Names of the rules, which are those that transformers writes but for the first, -> of the release."""
 
 _UNTOLD = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "moe_expert_capacity_factor": None,
            "moe_router_load_balancing_type": "none", "moe_router_force_load_balancing": False}
@@ -74,7 +80,7 @@ _NAMES = Names(
 
 _ATTENTION = {
     "q_a_proj.weight": "wq_a.weight", "q_a_norm.weight": "q_norm.weight", "q_b_proj.weight": "wq_b.weight",
-    "kv_proj.weight": "wkv.weight", "kv_norm.weight": "norm.weight", "o_a_proj.weight": "wo_a.weight",
+    "kv_proj.weight": "wkv.weight", "o_a_proj.weight": "wo_a.weight",
     "o_b_proj.weight": "wo_b.weight", "sinks": "attn_sink",
 }  # fmt: skip
 _COMPRESSOR = {"kv_proj.weight": "wkv.weight", "gate_proj.weight": "wgate.weight", "kv_norm.weight": "norm.weight",
@@ -83,11 +89,12 @@ _INDEXER = {"q_b_proj.weight": "wq_b.weight", "scorer.weights_proj.weight": "wei
 """Of transformers' modules -> as transformers writes them."""
 
 
-def _mixing(hf: Any, layers: tuple[int, ...]) -> Iterator[Rule]:
+def _mixing(hf: Any, layers: tuple[int, ...], released: bool) -> Iterator[Rule]:
     """Of attention, and of what joins streams."""
+    norm = {"kv_norm.weight": "kv_norm.weight" if released else "norm.weight"}
     sparse = tuple(n for n, kind in enumerate(hf.layer_types) if kind == "compressed_sparse_attention")
     compressed = tuple(n for n, kind in enumerate(hf.layer_types) if kind != "sliding_attention")
-    parts = [("", "", _ATTENTION, layers), ("compressor.", "compressor.", _COMPRESSOR, compressed),
+    parts = [("", "", _ATTENTION | norm, layers), ("compressor.", "compressor.", _COMPRESSOR, compressed),
              ("compressor.indexer.", "indexer.compressor.", _COMPRESSOR, sparse),
              ("compressor.indexer.", "indexer.", _INDEXER, sparse)]
     for inside, beginning, names, which in parts:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class SpecsMoe:
     """DeepSeek-V3 and -V3.2, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
 
-    provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18")
+    provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18",
+                "read-by:deepseek_v4:5.23")
 
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
