@@ -78,7 +78,7 @@ class _Scorer(DeepseekV4IndexerScorer):
         return torch.cat([super(_Scorer, self).forward(one, compressed_kv, hidden) for one, hidden in blocks], 1)
 
 
-_OURS = {DeepseekV4RotaryEmbedding: _Frequencies, DeepseekV4IndexerScorer: _Scorer}
+_OURS: dict[type, Any] = {DeepseekV4RotaryEmbedding: _Frequencies, DeepseekV4IndexerScorer: _Scorer}
 
 
 class HyperConnection(DeepseekV4HyperConnection):
@@ -91,7 +91,7 @@ class HyperConnection(DeepseekV4HyperConnection):
     def forward(self, streams: torch.Tensor, block: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[t, b, n, H] -> [t, b, n, H]."""
         spread, mixed, one = super().forward(streams)
-        output = spread.to(streams.dtype)[..., None] * block(one)[..., None, :]
+        output: torch.Tensor = spread.to(streams.dtype)[..., None] * block(one)[..., None, :]
         return output + mixed.to(streams.dtype).mT @ streams
 
 
@@ -156,7 +156,7 @@ class CompressedAttention(DeepseekV4Attention):
         turning = {self.rope_layer_type: self.turning(rows, positions[None], layer_type=self.rope_layer_type)}
         # A mask of no keys, which becomes that of compressed ones.
         mask = None if self.compressor is None else rows.new_zeros(len(rows), 1, len(positions), 0)
-        mixed, _ = super().forward(rows, turning, positions[None], mask)
+        mixed: torch.Tensor = super().forward(rows, turning, positions[None], mask)[0]
         return mixed[:, :length]
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsMoe:
-    """DeepSeek-V3 and -V3.2, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
+    """DeepSeek-V3 to -V4, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
 
     provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18",
                 "read-by:deepseek_v4:5.23")
