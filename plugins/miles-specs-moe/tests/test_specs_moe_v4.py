@@ -58,18 +58,33 @@ def test_a_run_trains_every_tensor_that_the_engine_decodes_with(folder, tmp_path
         name for name in before if any(part in name for part in STAYS)}
 
 
+def built(folder, **overrides):
+    """The case's model under Megatron."""
+    if not torch.distributed.is_initialized():
+        cpu.initialize()
+    random_model(CASE).save_pretrained(folder)
+    hf = hf_config.read(folder)
+    spec = deepseek_v4(hf).spec()
+    ours = model.build(model.transformer_config(spec, overrides), spec)
+    weights.load_hf(folder, ours, deepseek_v4(hf).weight_map())
+    return ours
+
+
+def test_where_samples_are_short_compressors_have_a_gradient_of_zero(tmp_path):
+    """Ranks that wait for each parameter's gradient do not wait for ever."""
+    ours = built(tmp_path)
+    packed_logits(ours, [torch.arange(3, 6), torch.arange(9, 11)], None).square().sum().backward()
+    found = {name: parameter.grad for name, parameter in ours.named_parameters() if "compressor" in name}
+    assert all((gradient is None) == ("indexer" in name) for name, gradient in found.items()) and len(found) == 18
+    assert not any(gradient.any() for gradient in found.values() if gradient is not None)
+
+
 def test_routers_replay(tmp_path):
     """Those with a table, too."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    if not torch.distributed.is_initialized():
-        cpu.initialize()
-    random_model(CASE).save_pretrained(tmp_path)
-    hf = hf_config.read(tmp_path)
-    spec, weight_map = deepseek_v4(hf).spec(), deepseek_v4(hf).weight_map()
     RouterReplay.clear_global_router_replay_instances()
-    ours = model.build(model.transformer_config(spec, {"moe_enable_routing_replay": True}), spec)
-    weights.load_hf(tmp_path, ours, weight_map)
+    ours = built(tmp_path, moe_enable_routing_replay=True)
     sequences = [torch.arange(3, 40), torch.arange(50, 90)]
     with torch.no_grad():
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
