@@ -47,6 +47,7 @@ def plan(folder, *flags):
     return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
 
 
+@pytest.mark.full
 def test_a_run_trains_every_tensor_that_the_engine_decodes_with(folder, tmp_path):
     steps, _ = demo_run(ROOT, folder, tmp_path, "--entropy-coef", "0.01")
     assert len(steps) == 2 and all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
