@@ -172,6 +172,6 @@ def sparse_layers(constants: Mapping[str, object], layers: int) -> int:
     if {"mlp", "moe"} & set(kinds := _kinds(constants)):
         return kinds[:layers].count("moe")
     if isinstance(constants.get("mlp_layer_types"), list):
-        return sum(kind == "sparse" for kind in constants["mlp_layer_types"][:layers])
+        return sum(kind != "dense" for kind in constants["mlp_layer_types"][:layers])
     dense, step, first = map(constants.get, ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"))
     return sum(n >= (first or 0) and n not in (dense or ()) and (n + 1) % (step or 1) == 0 for n in range(layers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miles_core.config.architecture import Architecture, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
-from miles_megatron.heads import embedded, heads_of, mean_ffn, sizes_of
+from miles_megatron.heads import Compressed, embedded, heads_of, mean_ffn, sizes_of, streams_of
 from miles_megatron.layout import Layout, layout_of
 
 FP32 = 4
@@ -81,8 +81,9 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     hidden, statistic = value * size.hidden / model.split, FP32 / model.split
     # Of the average layer, as everything below.
     kinds = [(one, one.layers / size.layers) for one in heads_of(size)]
-    query = sum(share * value * size.heads * one.head_dim / tensor for one, share in kinds)
-    key = sum(share * value * one.groups * one.head_dim / tensor for one, share in kinds)
+    cut = 1 if isinstance(size, Compressed) else tensor
+    query = sum(share * value * size.heads * one.head_dim / cut for one, share in kinds)
+    key = sum(share * value * one.groups * one.head_dim / cut for one, share in kinds)
     values, output = (part * size.value_dim / size.head_dim for part in (key, query))
     normalisers = sum(share * FP32 * (size.heads + one.groups) / tensor for one, share in kinds)
     latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
@@ -102,6 +103,7 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "norms after attention and mlp: inputs": model.norms_after * (hidden + statistic),
         # The embedding and the norm that it has passed, the gate before and after its activation, their product.
         "further embedding: inputs": bool(own) * (2 * hidden + statistic) + 5 * own,
+        **_of_streams(model),
     }
     wide = size.matrices - 1  # of what the activation is made, in widths of what it makes
     if not sparse:
@@ -121,6 +123,20 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "shared experts": (2 + wide) * value * (size.shared_ffn or 0) / tensor,
         # What the dense MLP sees and what the norms after both see; the two norms before both keep one input.
         "mlps side by side: inputs": (3 * hidden + 4 * statistic) * model.side_by_side,
+    }
+
+
+def _of_streams(model: ModelDimensions) -> dict[str, float]:
+    """What a layer of several streams with compressed keys keeps beside the rest."""
+    size, value = model.size, model.value
+    if not isinstance(size, Compressed):
+        return {}
+    rounded = value * (value < FP32)  # where it is kept beside its copy in fp32
+    return {
+        # Of each of the two connections: the streams, and in fp32 what they are divided by and the quotient.
+        "streams: inputs of connections": 2 * size.streams * size.hidden * (2 * FP32 + rounded) / model.split,
+        "norm of queries: input": size.heads * size.head_dim * (FP32 + rounded),
+        "compressed keys: keys and shares": 4 * size.head_dim * (FP32 + rounded),
     }
 
 
@@ -248,7 +264,8 @@ def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage
         unit, method = megatron.get("recompute_num_layers") or 1, megatron.get("recompute_method") or "uniform"
         again = min(layers, unit) if method == "block" else layers
         stored = (layers - again) * layer + again * hidden / (unit if method == "uniform" else 1)
-        stored += again * tokens * value * embedded(size) / model.split  # which layers hand on
+        # What layers hand on beside one stream.
+        stored += again * tokens * value * (embedded(size) + (streams_of(size) - 1) * size.hidden) / model.split
         passing += layer * (unit if method == "uniform" else 1)
     # 1F1B: a stage holds as many micro-batches as there are stages from it on; interleaved, a part of a round more.
     flying = layout.pipeline - stage
@@ -266,8 +283,10 @@ def _passing(model: ModelDimensions, tokens: int) -> float:
     widest = max(dense, (size.expert_ffn or 0) * (size.experts_per_token or 0))
     attention = max(one.head_dim * (value * (3 * size.heads + 2 * one.groups) + FP32 * size.heads) / tensor
                     for one in heads_of(size))
+    # A block of queries, its scores for all compressed keys and their gradients (miles_specs_moe/compressed.py).
+    block = 3 * FP32 * size.heads * 512 * tokens / min(filter(None, size.rates)) if isinstance(size, Compressed) else 0
     mlp = value * (tokens * (3 * widest / tensor + 2 * size.hidden / model.split) + 2 * widest * size.hidden / tensor)
-    return max(mlp, tokens * attention)
+    return max(mlp, tokens * attention + block)
 
 
 def _fused(config: RunConfig, model: ModelDimensions) -> bool:
@@ -317,6 +336,8 @@ def flops(length: int, *, parameters: int, attention: int) -> int:
 def mixing(size: Architecture) -> tuple[int, int]:
     """Parameters of the average layer's attention, linear or not: (those cut by heads, those that every tensor-parallel
     rank has)."""
+    if isinstance(size, Compressed):
+        return 0, size.own // size.layers
     queries = 2 * size.heads + (size.heads if size.gated else 0)
     cut, whole = size.hidden * sum(one.layers * one.head_dim * (queries + one.made * one.groups)
                                    for one in heads_of(size)), 0

@@ -1,10 +1,11 @@
-"""Heads of attention that differ from layer to layer, as plans count them. No torch here."""
+"""Attention of which the sizes that all layers share do not say all, as plans count it. No torch here."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from miles_core.config.architecture import Architecture, architecture_of, shape_json
 from miles_core.config.tables import RunConfig
@@ -50,9 +51,31 @@ class OfLayers(Architecture):
         return min(one.groups for one in self.kinds)
 
 
+@dataclass(frozen=True)
+class Compressed(Architecture):
+    """An architecture with compressed keys and several streams, whose attention each tensor-parallel rank has whole.
+
+    Args:
+        own: parameters of attention, and of what joins streams, in all layers together.
+        streams: of the residual.
+        rates: of each layer, how many keys become one; 0 where a query sees a window alone.
+    """
+
+    own: int = 0
+    streams: int = 1
+    rates: tuple[int, ...] = ()
+
+    @property
+    def attention(self) -> int:
+        """See Architecture; a window is as good as nothing."""
+        return int(self.heads * self.head_dim * sum(1 / rate for rate in self.rates if rate))
+
+
 def sizes_of(config: RunConfig) -> Architecture:
-    """`architecture_of`, with the heads of each layer where config.json has several kinds."""
+    """`architecture_of`, with the heads of each layer where config.json has several kinds, and compressed keys."""
     size, hf_config = architecture_of(config), shape_json(config)[1] or {}
+    if not size.uncounted and hf_config.keys() >= _COMPRESSED and hf_config.keys() & {"compress_ratios", "layer_types"}:
+        return _compressed(hf_config, size)
     if size.uncounted or not (counted := _counted(hf_config, size)):
         return size
     kinds = tuple(Heads(layers, *one) for one, layers in counted.items())
@@ -70,9 +93,40 @@ def embedded(size: Architecture) -> int:
     return size.embedded if isinstance(size, OfLayers) else 0
 
 
+def streams_of(size: Architecture) -> int:
+    """Of the residual."""
+    return size.streams if isinstance(size, Compressed) else 1
+
+
 def heads_of(size: Architecture) -> tuple[Heads, ...]:
     """Of all layers with attention that is not linear."""
     return size.kinds if isinstance(size, OfLayers) else (Heads(size.full, size.head_dim, size.groups),)
+
+
+_COMPRESSED = {"q_lora_rank", "o_lora_rank", "o_groups", "hc_mult", "index_n_heads", "index_head_dim"}
+
+
+def _compressed(hf_config: Mapping[str, Any], size: Architecture) -> Compressed:
+    """DeepSeek-V4's, by the keys of the release (compress_ratios) and by those that transformers writes."""
+    rates = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    rates |= hf_config.get("compress_rates") or {}
+    every = hf_config.get("compress_ratios") or [rates[kind] for kind in hf_config["layer_types"]]
+    hidden, wide, rank, streams = size.hidden, size.heads * size.head_dim, size.query_rank, hf_config["hc_mult"]
+
+    def compressor(channels: int, rate: int, parts: int) -> int:
+        return parts * channels * (2 * hidden + rate) + channels
+
+    indexed = rates["compressed_sparse_attention"]
+    heads, channels = hf_config["index_n_heads"], hf_config["index_head_dim"]
+    indexer = compressor(channels, indexed, 2) + heads * (rank * channels + hidden)
+    kinds = {0: 0, indexed: compressor(size.head_dim, indexed, 2) + indexer}
+    joining = (2 + streams) * streams * (streams * hidden + 1) + 3
+    each = (hidden + wide) * rank + (hidden + 1) * size.head_dim + size.heads + 2 * joining
+    each += hf_config["o_lora_rank"] * (wide + hf_config["o_groups"] * hidden)
+    rates_of_layers = tuple(every[:size.layers])
+    own = size.layers * each + streams * (streams * hidden + 1) + 1
+    own += sum(kinds.get(rate) or compressor(size.head_dim, rate, 1) for rate in rates_of_layers if rate)
+    return Compressed(**vars(size), own=own, streams=streams, rates=rates_of_layers)
 
 
 def _counted(hf_config: Mapping[str, object], size: Architecture) -> Counter[tuple[int, int, int]]:

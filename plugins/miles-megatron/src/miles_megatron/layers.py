@@ -189,6 +189,12 @@ class ClampedSwiGLU(MegatronModule):
         return (up + self.config.glu_linear_offset) * (gate * torch.sigmoid(gate * self.SLOPE))
 
 
+class ClampedSiLU(ClampedSwiGLU):
+    """The same with a plain SiLU (DeepSeek-V4)."""
+
+    SLOPE = 1.0
+
+
 class SquaredReLU(MegatronModule):
     """The activation of an MLP without a gate: relu(x)^2 (So et al., arXiv:2109.08668)."""
 

@@ -14,7 +14,7 @@ from miles_core.config.architecture import NAMES, Architecture
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
-from miles_megatron.heads import OfLayers, sizes_of
+from miles_megatron.heads import Compressed, OfLayers, sizes_of
 
 KEYS = {
     "tensor": "tensor_model_parallel_size",
@@ -220,9 +220,10 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
 
 def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(constant, sizes whose product has to divide it)."""
-    yield "heads", ("tensor",)
-    # Megatron-core splits a group over several ranks as well; the weight map moves whole groups.
-    yield "groups", ("tensor",)
+    if not isinstance(architecture, Compressed):
+        yield "heads", ("tensor",)
+        # Megatron-core splits a group over several ranks as well; the weight map moves whole groups.
+        yield "groups", ("tensor",)
     if isinstance(architecture, OfLayers):
         yield "fewest", ("tensor",)
     yield "vocab", ("tensor",)

@@ -22,7 +22,7 @@ class Names:
     Args:
         router, bias: the router's matrix, and what is added to scores for the choice alone.
         gate, up, down: of an expert.
-        shared: prefix of the MLP that all tokens pass.
+        shared, shared_parts: prefix of the MLP that all tokens pass, and what follows of its gate, up and down.
         shared_gate: the vector whose product with a token gates that MLP; None where it always counts in full.
         latent_down, latent_up: the matrices to the latent that experts see, and back.
     """
@@ -33,6 +33,7 @@ class Names:
     up: str = "mlp.experts.{expert}.up_proj.weight"
     down: str = "mlp.experts.{expert}.down_proj.weight"
     shared: str = "mlp.shared_experts."
+    shared_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_gate: str | None = None
     latent_down: str = "mlp.fc1_latent_proj.weight"
     latent_up: str = "mlp.fc2_latent_proj.weight"
@@ -148,9 +149,10 @@ class Mixture:
                    self.experts)
         yield Rule(experts + "linear_fc2.weight", (_THEIRS + names.down,), "same", self.sparse, self.experts)
         if self.shared:
-            parts = tuple(f"{_THEIRS}{names.shared}{part}_proj.weight" for part in ("gate", "up")[not self.gated:])
+            *first, last = names.shared_parts[not self.gated:]
+            parts = tuple(f"{_THEIRS}{names.shared}{part}.weight" for part in first)
             yield Rule(_OURS + "shared_experts.linear_fc1.weight", parts, join, self.sparse)
-            yield one("shared_experts.linear_fc2.weight", names.shared + "down_proj.weight")
+            yield one("shared_experts.linear_fc2.weight", f"{names.shared}{last}.weight")
         if self.latent is not None:
             yield one("fc1_latent_proj.weight", names.latent_down)
             yield one("fc2_latent_proj.weight", names.latent_up)

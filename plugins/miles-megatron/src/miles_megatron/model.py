@@ -66,6 +66,8 @@ class LanguageModel(GPTModel):
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
         embedded, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params is not None:
+            packed_seq_params.tokens = kwargs["input_ids"]
         if self.pre_process and self.embedding_scale != 1:
             # Rounded to the embedding's dtype first, as Hugging Face's Gemma does.
             embedded = embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype, device=embedded.device)
@@ -171,7 +173,8 @@ _INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_p
 """With two stages both neighbours are the same rank, and batched p2p mixes them up. What overlapping sends still read,
 Megatron-core 0.16 would free (its pull request 4047 fixes that): the next stage got whatever came to lie there."""
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, "clamped_swiglu": F.silu, "relu2": F.relu}
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, "clamped_swiglu": F.silu,
+                "clamped_silu": F.silu, "relu2": F.relu}
 """Of ModelSpec.activation: the function that Megatron's config names, of those that it takes; a layer computes what its
 module does. Transformer Engine's GELU is the tanh one."""
 

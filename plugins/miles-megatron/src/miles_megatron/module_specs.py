@@ -67,7 +67,7 @@ def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rop
 
 OURS = LayerModules(ColumnParallelLinear, RowParallelLinear, layers.Norm,
              {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU, "clamped_swiglu": layers.ClampedSwiGLU,
-              "relu2": layers.SquaredReLU},
+              "clamped_silu": layers.ClampedSiLU, "relu2": layers.SquaredReLU},
              packed_attention)
 
 

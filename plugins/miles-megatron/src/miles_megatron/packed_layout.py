@@ -135,10 +135,12 @@ class PackedRows(PackedSeqParams):
 
     Args:
         positions: [axes, T] int64 by which the rope turns this rank's rows; None where they are places in a sequence.
+        tokens: [1, T] of this rank's rows, for layers that ask for them; the model sets them.
         replaced: embeddings [t, 1, H] of this rank's rows, and the number of the first -> with others in place of some.
     """
 
     positions: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    tokens: torch.Tensor | None = field(default=None, repr=False, compare=False)
     replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = field(default=None, repr=False, compare=False)
     layout: PackedLayout | None = field(default=None, repr=False, compare=False)
     _on_device: PackedSeqParams | None = field(default=None, repr=False, compare=False)

@@ -114,8 +114,8 @@ class ModelSpec:
         tied: the output layer is the embedding.
         max_positions: longest sequence that the checkpoint was made for.
         source: where this was read, for messages.
-        activation: of the gated MLP: "silu", "gelu_pytorch_tanh" or "clamped_swiglu" (layers.ClampedSwiGLU); or
-            "relu2", of one without a gate.
+        activation: of the gated MLP: "silu", "gelu_pytorch_tanh", "clamped_swiglu" or "clamped_silu" (both of
+            layers.py); or "relu2", of one without a gate.
         wide_qk_norm: the norms of q and k go over all heads together.
         pre_norms: the inputs of attention and MLP pass a norm.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.

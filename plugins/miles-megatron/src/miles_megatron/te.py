@@ -14,7 +14,7 @@ import torch
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
 from miles_megatron.grouped_experts import GroupedExperts, sort_once
-from miles_megatron.layers import ClampedSwiGLU, SquaredReLU
+from miles_megatron.layers import ClampedSiLU, ClampedSwiGLU, SquaredReLU
 from miles_megatron.module_specs import LayerModules, fits, packed_attention
 from miles_megatron.rope import Rope, Rotate
 from miles_megatron.specs import Attention
@@ -42,7 +42,7 @@ def layer_modules() -> LayerModules:
     return LayerModules(
         te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm,
         {"silu": Activation, "gelu_pytorch_tanh": Activation, "clamped_swiglu": ClampedSwiGLU,
-         "relu2": SquaredReLU}, attention,
+         "clamped_silu": ClampedSiLU, "relu2": SquaredReLU}, attention,
         (ExpertsSideBySide, te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear), accumulate_in_products,
     )  # fmt: skip
 

@@ -351,8 +351,8 @@ def _counted(experts: str, first: int) -> str:
 
 
 def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Numbers that are no parameters, yet part of the model: its persistent buffers, such as a router's bias."""
+    """Numbers that are no parameters, yet part of the model: its persistent buffers, as a router's bias or table."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+            if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer

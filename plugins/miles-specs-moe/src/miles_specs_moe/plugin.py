@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 class SpecsMoe:
-    """DeepSeek-V3 and -V3.2, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
+    """DeepSeek-V3 to -V4, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
 
-    provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18")
+    provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18",
+                "read-by:deepseek_v4:5.23")
 
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
@@ -32,6 +33,15 @@ class SpecsMoe:
         from miles_specs_moe.families import deepseek_v32
 
         return DecoderFamily(deepseek_v32)
+
+    @hookimpl("model_spec", name="deepseek_v4")
+    def deepseek_v4(self, hf_config: Any) -> Family:
+        """DeepSeek-V4."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.deepseek_v4 import deepseek_v4
+
+        return DecoderFamily(deepseek_v4)
 
     @hookimpl("model_spec", name="kimi_k2")
     def kimi_k2(self, hf_config: Any) -> Family:

@@ -245,7 +245,10 @@ def random_model(case: Case) -> Any:
     with torch.no_grad():
         state = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
         for tensor in (*model.parameters(), *(x for x in state.values() if not isinstance(x, torch.nn.Parameter))):
-            if tensor.dim() == 1:
+            if not tensor.is_floating_point():  # for each token the experts that it is sent to
+                drawn = torch.rand(len(tensor), config.n_routed_experts).argsort(1)
+                tensor.copy_(drawn[:, :tensor.shape[1]])
+            elif tensor.dim() == 1:
                 tensor.add_(0.2 * torch.randn_like(tensor))
     return model
 
