@@ -10,7 +10,7 @@ published.json has what is known of each, under the key it has there:
     like, inside
                 see parity.Case
     drafts      names of its layers for multi-token prediction: "nextn", "mtp" or "mimo"
-    quantised   "fp8" (blocks with weight_scale_inv), "int4" (compressed-tensors) or "mxfp4"
+    quantised   "fp8" (blocks with weight_scale_inv), "int4" (compressed-tensors), "mxfp4", or "fp8-mxfp4" (DeepSeek-V4)
     float32     ends of names of tensors that are float32 in a checkpoint of another dtype
     beside      further tensors, by their shapes
     head_beside_tie, frequencies, consolidated, packed
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from miles_fp8.recipe import WEIGHTS, linear
+from miles_fp8.recipe import WEIGHTS, Tiles, linear
 from miles_fp8.rounding import quantise as to_fp8
 from miles_int4_qat import quantise as int4
 from miles_megatron.shards import shard_name, write_index
@@ -48,7 +48,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 TOWER = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
          "image_size": 28, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "depth": 1,
-         "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+         "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 """The same of a vision tower."""
 IDS = {"eos_token_id": (258, 256, 257), "bos_token_id": (257,), "pad_token_id": (256,)}
 """Special tokens of the tokenizer of the tiny checkpoints, in the places of the published ones."""
@@ -107,7 +107,7 @@ def write(one: Published, folder: Path, *, plain: bool = False) -> dict[str, tor
         shutil.copy(file, folder)
     tensors = _tensors(one, folder)
     if one.quantised and not plain:
-        tensors = {"fp8": _fp8, "int4": _int4, "mxfp4": _mxfp4}[one.quantised](tensors)
+        tensors = {"fp8": _fp8, "int4": _int4, "mxfp4": _mxfp4, "fp8-mxfp4": _fp8_mxfp4}[one.quantised](tensors)
     _write_files(one, folder, tensors)
     return tensors
 
@@ -149,9 +149,8 @@ def _tensors(one: Published, folder: Path) -> dict[str, torch.Tensor]:
         whole["lm_head.weight"] = whole["model.embed_tokens.weight"].clone()
     text = one.config.get("text_config", one.config)
     dtype = getattr(torch, text.get("dtype") or text.get("torch_dtype") or one.config.get("torch_dtype", "bfloat16"))
-    whole = {name: tensor.float() if name.endswith(one.float32) else tensor.to(dtype)
-             for name, tensor in whole.items()} if one.float32 else {
-        name: tensor.to(dtype) for name, tensor in whole.items()}
+    whole = {name: tensor.to(torch.float32 if one.float32 and name.endswith(one.float32) else dtype)
+             if tensor.is_floating_point() else tensor for name, tensor in whole.items()}
     if one.frequencies:
         whole |= {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.rand(8) for n in range(2)}
     return whole
@@ -174,7 +173,9 @@ def _model(one: Published, folder: Path) -> dict[str, torch.Tensor]:
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            if tensor.dim() == 1 and tensor.is_floating_point():
+            if not tensor.is_floating_point():  # experts of each token
+                tensor.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, :tensor.shape[1]])
+            elif tensor.dim() == 1:
                 tensor.add_(0.1 * torch.randn_like(tensor))
     saved = folder / "saved"
     model.save_pretrained(saved)
@@ -234,6 +235,24 @@ def _mxfp4(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             shape = (experts, outputs, inputs // 32)
             tensors[name + "_blocks"] = torch.randint(256, (*shape, 16), generator=draw, dtype=torch.uint8)
             tensors[name + "_scales"] = torch.randint(118, 124, shape, generator=draw, dtype=torch.uint8)
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _fp8_mxfp4(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Linear layers in FP8 with powers of two, experts in MXFP4."""
+    tensors, draw = {}, torch.Generator().manual_seed(2)
+    for name, tensor in whole.items():
+        scale = name.removesuffix("weight") + "scale"
+        if ".ffn.experts." in name:
+            shape = (len(tensor), tensor.shape[1] // 2)
+            tensors[name] = torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8)
+            exponents = torch.randint(118, 124, (len(tensor), tensor.shape[1] // 32), generator=draw, dtype=torch.uint8)
+            tensors[scale] = exponents.view(torch.float8_e8m0fnu)
+        elif name.endswith(("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_b.weight")) or ".shared_experts." in name:
+            tensors[name], powers = to_fp8(tensor, Tiles(128, 128, powers=True))
+            tensors[scale] = powers.to(torch.float8_e8m0fnu)
         else:
             tensors[name] = tensor
     return tensors

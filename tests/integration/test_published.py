@@ -20,9 +20,10 @@ UNPUBLISHED = {"gemma4_text", "gemma4_unified", "llama4_text", "qwen3_5_text", "
 """Text models that are released inside others or under another name alone, and two whose larger siblings are in the
 table."""
 DECODED_BY_SERVERS_ALONE = {"mimo": "architecture-not-in-transformers",
-                            "qwen2_5_vl": "local-config-unsupported"}
-PLAIN = {"fp8": "fp8-to-hf", "int4": "int4-to-hf"}
+                            "qwen2_5_vl": "local-config-unsupported", "qwen3_vl": "local-config-unsupported"}
+PLAIN = {"fp8": "fp8-to-hf", "fp8-mxfp4": "fp8-to-hf", "int4": "int4-to-hf"}
 DRAFTS = ("mtp.", "model.mtp_layers.", "model.layers.2.")
+UNTRAINED = (*DRAFTS, "visual.", "model.visual.")
 TRAINER = ("--prompt-data", "data/none.jsonl", "--num-rollout", "1", "--rollout-batch-size", "4",
            "--n-samples-per-prompt", "4", "--rollout-max-response-len", "41", "--use-dynamic-batch-size",
            "--max-tokens-per-gpu", "96", "--trainer-host", "process", "--disable-rewards-normalization", "--no-bf16",
@@ -85,7 +86,8 @@ def test_conversion_keeps_every_bit(one, convert, tmp_path):
                for name, tensor in after.items() if name in before)
     source, said = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
     changed = {key for key in source | said if source.get(key) != said.get(key)}
-    assert changed <= {"dtype", "quantization_config", "num_mtp_modules"}, "the last counts layers that no file has"
+    counts = {"num_mtp_modules", "num_nextn_predict_layers"}  # of layers that no file has
+    assert changed <= {"dtype", "quantization_config", *counts}
     companions = {file.name for file in (tmp_path / "hf").iterdir() if ".safetensors" not in file.name}
     assert companions <= {file.name for file in (tmp_path / "back").iterdir()}
 
@@ -154,7 +156,7 @@ def test_what_servers_alone_decode_is_said_and_trains(one, ranks_of, tmp_path):
     plan = prepare(None, ["--hf-checkpoint", str(tmp_path / "hf"), *TRAINER])
     after = ranks_of(1).train(plan, batches(1, vocab=264))["weights"]
     before = {name: tensor for name, tensor in before.items() if name not in one.beside}
-    assert before.keys() - after.keys() == {name for name in before if name.startswith((*DRAFTS, "visual."))}
+    assert before.keys() - after.keys() == {name for name in before if name.startswith(UNTRAINED)}
     assert all(tuple(before[name].shape) == weight.shape for name, weight in after.items())
     norm = one.inside + "model.norm.weight"
     assert not np.array_equal(before[norm].float().numpy(), after[norm])

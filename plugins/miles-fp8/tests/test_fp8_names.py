@@ -206,6 +206,34 @@ def test_a_directory_in_fp8_becomes_plain(recipe, folder, tmp_path):
         (folder / "config.json").read_text())
 
 
+def test_experts_in_mxfp4_beside_fp8_become_what_transformers_reads(tmp_path):
+    """DeepSeek-V4's release: scales are powers of two, of tiles of 128 x 128 and, for experts, of 32 numbers."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    draw = torch.Generator().manual_seed(0)
+    weights = {"layers.0.attn.wq_a": torch.randn(256, 384, generator=draw).to(torch.float8_e4m3fn),
+               "layers.0.ffn.experts.0.w1": torch.randint(-128, 128, (64, 48), generator=draw, dtype=torch.int8)}
+    scales = {"layers.0.attn.wq_a": (2, 3), "layers.0.ffn.experts.0.w1": (64, 3)}
+    scales = {name: torch.randint(100, 130, shape, generator=draw, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+              for name, shape in scales.items()}
+    own = {"layers.0.hc_attn_scale": torch.rand(3), "layers.0.ffn.gate.tid2eid": torch.arange(6).view(3, 2)}
+    (tmp_path / "release").mkdir()
+    save_file({f"{name}.weight": one for name, one in weights.items()} | own |
+              {f"{name}.scale": one for name, one in scales.items()}, tmp_path / "release" / "model.safetensors")
+    said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    kept = {"model_type": "deepseek_v4", "torch_dtype": "bfloat16"}
+    (tmp_path / "release" / "config.json").write_text(
+        json.dumps({**kept, "expert_dtype": "fp4", "quantization_config": said}))
+    convert_to_plain(tmp_path / "release", tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == kept
+    after = load_file(tmp_path / "plain" / "model.safetensors")
+    assert after.keys() == {f"{name}.weight" for name in weights} | own.keys()
+    assert all(torch.equal(after[name], one) for name, one in own.items())
+    for name, one in weights.items():
+        expected = Fp8Dequantize(None)._dequantize_one(one, scales[name], torch.bfloat16)
+        assert torch.equal(after[f"{name}.weight"], expected), name
+
+
 def test_what_is_not_in_fp8_or_lacks_a_scale_is_refused(folder, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         convert_to_plain(folder, tmp_path / "no")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from miles_local.weights import read_tensors
-from miles_megatron import hf_config
+from miles_megatron import hf_config, mxfp4
 from miles_megatron.readers import Readers
 from miles_megatron.shards import stored_tensors, tensor_files
 from miles_megatron.weights import export_hf
@@ -15,7 +15,7 @@ from miles_megatron.weights import export_hf
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json, reading
 from miles_fp8 import nvfp4
-from miles_fp8.recipe import SCALE_OF_SCALES, SCALES, Held, of_checkpoint, plain_key, plain_modules
+from miles_fp8.recipe import READ, SCALE_OF_SCALES, Held, of_checkpoint, plain_key, plain_modules
 from miles_fp8.rounding import dequantise
 from miles_fp8.stream import quantised
 
@@ -54,7 +54,7 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
 
 
 def convert_to_plain(source: Path, out: Path) -> str:
-    """Write `source`, whose linear layers are in FP8 or NVFP4, to `out` without scales; what was written, in words.
+    """Write `source`, with linear layers in FP8, MXFP4 or NVFP4, to `out` without scales; what was written, in words.
 
     Weights get the dtype that config.json names; every other tensor keeps its own.
 
@@ -71,8 +71,9 @@ def convert_to_plain(source: Path, out: Path) -> str:
                               "of other kinds use the checkpoint that it was made from")
     files, dtype = tensor_files(source), _dtype(source)
     stored = {name: one for file in set(files.values()) for name, one in stored_tensors(file).items()}
-    rounded = [name for name in files if name.endswith("weight") and stored[name].dtype == (
-        torch.uint8 if fp8_format.tiles.four_bits else torch.float8_e4m3fn)]
+    # Beside weights in FP8 there are experts in MXFP4 (DeepSeek-V4), two numbers in what calls itself an int8.
+    dtypes = (torch.uint8,) if fp8_format.tiles.four_bits else (torch.float8_e4m3fn, torch.int8)
+    rounded = [name for name in files if name.endswith("weight") and stored[name].dtype in dtypes]
     scales = {name: _scales(name, fp8_format, files, source) for name in rounded}
     beside = {scale for several in scales.values() for scale in several}
 
@@ -92,7 +93,7 @@ def convert_to_plain(source: Path, out: Path) -> str:
 
 def _scales(weight: str, fp8_format: Held, files: Mapping[str, Path], source: Path) -> list[str]:
     module = weight.removesuffix("weight")
-    scale = next((module + end for end in SCALES if module + end in files), module + SCALES[0])
+    scale = next((module + end for end in READ if module + end in files), module + READ[0])
     wanted = [scale, module + SCALE_OF_SCALES] if fp8_format.tiles.four_bits else [scale]
     if missing := [name for name in wanted if name not in files]:
         raise CheckpointError(f"{weight} has no scale", got=f"no {missing[0]}", who=str(source), fix="fetch the "
@@ -103,6 +104,9 @@ def _scales(weight: str, fp8_format: Held, files: Mapping[str, Path], source: Pa
 def _plain(weight: torch.Tensor, scales: list[torch.Tensor], fp8_format: Held) -> torch.Tensor:
     if fp8_format.tiles.four_bits:
         return nvfp4.dequantise(weight, scales[0], scales[1])
+    if weight.dtype == torch.int8:
+        blocks = weight.view(torch.uint8).unflatten(1, (scales[0].shape[1], -1))
+        return mxfp4.dequantised(blocks, scales[0].view(torch.uint8))
     return dequantise(weight, scales[0], fp8_format.tiles)
 
 

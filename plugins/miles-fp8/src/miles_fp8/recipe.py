@@ -15,6 +15,8 @@ NVFP4 = "nvfp4"
 """The recipe in four bits (nvfp4.py)."""
 SCALES = ("weight_scale_inv", "weight_scale")
 """Last parts of the names of scales."""
+READ = (*SCALES, "scale")
+"""The same of files that others wrote; the last is DeepSeek-V4's."""
 SCALE_OF_SCALES = "weight_scale_2"
 """That of the one which NVFP4 has beside."""
 
@@ -171,7 +173,7 @@ def _scaled(folder: Path) -> frozenset[str] | None:
         return None
     from miles_megatron.shards import tensor_files
 
-    scales = frozenset(name for name in tensor_files(folder) if name.endswith(SCALES))
+    scales = frozenset(name for name in tensor_files(folder) if name.endswith(READ))
     if not scales:
         raise CheckpointError("config.json says FP8, but no tensor has a scale", code="fp8-scales-missing",
                               who=str(folder),

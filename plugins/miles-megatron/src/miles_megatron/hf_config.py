@@ -73,6 +73,10 @@ def quantization(folder: Path) -> dict[str, Any]:
         return dict(keys.get("quantization_config") or (keys.get("text_config") or {}).get("quantization_config") or {})
 
 
+_QUANTISED = ("quantization_config", "expert_dtype")
+"""Keys of weights that are not plain; the second is DeepSeek-V4's."""
+
+
 def without_quantization(folder: Path) -> dict[str, Any]:
     """Keys that config.json has otherwise once the weights are plain; None takes a key out.
 
@@ -82,8 +86,8 @@ def without_quantization(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     with reading(str(path), CheckpointError):
         text = parse_json(path.read_text(encoding="utf-8")).get("text_config")
-    plain = {key: value for key, value in (text or {}).items() if key != "quantization_config"}
-    return {"quantization_config": None} | ({"text_config": plain} if text else {})
+    plain = {key: value for key, value in (text or {}).items() if key not in _QUANTISED}
+    return dict.fromkeys(_QUANTISED) | ({"text_config": plain} if text else {})
 
 
 def read_as(hf: Any, model_type: str) -> Any:
