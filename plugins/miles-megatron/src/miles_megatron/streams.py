@@ -1,8 +1,8 @@
 """A residual of several streams (hyper-connections: Zhu et al., arXiv:2409.19606) instead of Megatron's one.
 
 The streams of a token lie side by side in its hidden states, [t, b, streams x H]. Megatron's block, recomputation and
-pipelines hand these on as they are: a stage sends the shape first. Before the first layer all streams are the
-embedding, and the last layer makes one of them again.
+pipelines hand these on as they are: a stage sends the shape first. What the first layer sees is made of the embedding,
+and the last layer makes one stream of them again.
 """
 
 from __future__ import annotations
@@ -35,43 +35,66 @@ class Copies(torch.nn.Module):
 
 def put_streams(layer: ModuleSpec, connection: Callable[[TransformerConfig], torch.nn.Module],
                 head: Callable[[TransformerConfig], torch.nn.Module],
-                kind: type[StreamLayer] | None = None) -> None:
+                kind: type[ConnectedLayer] | None = None) -> None:
     """A layer gets a residual of several streams; for ModelSpec.reshape.
 
     Args:
         connection: makes a module that is called with streams [t, b, n, H] and a function of [t, b, H], attention or
             MLP, and gives streams again.
-        head: makes one that the last layer of the model ends with: [t, b, n, H] -> [t, b, H].
+        head: see StreamLayer.
         kind: of the layer.
     """
-    layer.module, layer.params = kind or StreamLayer, {"connection": connection, "head": head}
+    layer.module, layer.params = kind or ConnectedLayer, {"connection": connection, "head": head}
 
 
 class StreamLayer(TransformerLayer):
-    """Megatron's, with a connection around attention and one around the MLP in the place of its additions.
+    """Megatron's, with streams in the place of one residual; what becomes of them in it is a subclass's.
 
     Args:
-        connection, head: see put_streams.
+        head: makes a module that the last layer of the model ends with: [t, b, n, H] -> [t, b, H].
     """
 
-    def __init__(self, *args: Any, connection: Callable[[TransformerConfig], torch.nn.Module],
-                 head: Callable[[TransformerConfig], torch.nn.Module], **kwargs: Any):
+    def __init__(self, *args: Any, head: Callable[[TransformerConfig], torch.nn.Module], **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.attention_streams, self.mlp_streams = connection(self.config), connection(self.config)
         self.streams_head = head(self.config) if self.layer_number == self.config.num_layers else None
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor | None = None, *,
-                packed_seq_params: Any = None, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+                packed_seq_params: Any = None, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, b, n x H] -> the same, [t, b, H] of the last layer; and the context as it is."""
-        streams = hidden_states.unflatten(-1, (-1, self.config.hidden_size))
-        streams = self.attention_streams(streams, lambda one: self.self_attention(
-            self.input_layernorm(one), packed_seq_params=packed_seq_params)[0])
-        streams = self.mlp_streams(streams, lambda one: self.feed(self.pre_mlp_layernorm(one), packed_seq_params))
+        streams = self.mix(hidden_states.unflatten(-1, (-1, self.config.hidden_size)), packed_seq_params, **more)
         rows = streams.flatten(2) if self.streams_head is None else self.streams_head(streams)
         # Pipelines free what they have sent, which a view would keep.
         return make_viewless_tensor(rows, requires_grad=rows.requires_grad, keep_graph=True), context
+
+    def mix(self, streams: torch.Tensor, packed_seq_params: Any, **more: Any) -> torch.Tensor:
+        """[t, b, n, H] -> the same.
+
+        Args:
+            more: what else the layer was called with.
+        """
+        raise NotImplementedError
 
     def feed(self, normed: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
         """The MLP: [t, b, H] -> [t, b, H]."""
         output: torch.Tensor = self.mlp(normed)[0]
         return output
+
+
+class ConnectedLayer(StreamLayer):
+    """With a connection around attention and one around the MLP in the place of Megatron's additions.
+
+    Args:
+        connection: see put_streams.
+    """
+
+    def __init__(self, *args: Any, connection: Callable[[TransformerConfig], torch.nn.Module], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.attention_streams, self.mlp_streams = connection(self.config), connection(self.config)
+
+    def mix(self, streams: torch.Tensor, packed_seq_params: Any, **more: Any) -> torch.Tensor:
+        """See StreamLayer."""
+        streams = self.attention_streams(streams, lambda one: self.self_attention(
+            self.input_layernorm(one), packed_seq_params=packed_seq_params)[0])
+        mixed: torch.Tensor = self.mlp_streams(
+            streams, lambda one: self.feed(self.pre_mlp_layernorm(one), packed_seq_params))
+        return mixed

@@ -1,10 +1,10 @@
-"""Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786) and 4, alone or beside a tower."""
+"""Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786), 3n and 4, alone or beside a tower."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,64 @@ def gemma4_text(hf: Any) -> Decoder:
         return _handed_up(hf, decoder)
     refuse(hf, num_kv_shared_layers=0)  # transformers computes them with these embeddings alone
     return _side_by_side(hf, decoder) if getattr(hf, "enable_moe_block", False) else decoder
+
+
+def gemma3n_text(hf: Any) -> Decoder:
+    """Gemma 3 with several streams in the residual (AltUp), a shortcut beside attention (LAuReL) and MLPs some of which
+    switch channels off; further embeddings for every layer, and keys of lower layers, as Gemma 4 E2B has.
+
+    Raises:
+        ConfigError: biases, another activation, an unknown scaling of the rope, MLPs of several widths, an output of
+            AltUp that is not scaled, keys of lower layers where no lower layer is of the kind.
+    """
+    widths = hf.intermediate_size
+    refuse(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False, altup_correct_scale=True,
+           intermediate_size=[widths[0]] * len(widths))
+    own = copy.copy(hf)
+    own.intermediate_size, own.use_double_wide_mlp, own.attention_k_eq_v = widths[0], False, False
+    kinds = {kind: _gemma4_attention(own, kind)
+             for kind in ("sliding_attention", "full_attention")}
+    decoder = _handed_up(own, Decoder(
+        hf=own, attention=by_layer_type(hf, kinds), norms=_NORMS, activation="gelu_pytorch_tanh", qk_norm=True,
+        softmax_scale=1.0, embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
+    ))  # fmt: skip
+    layers, streams = tuple(range(hf.num_hidden_layers)), hf.altup_num_inputs
+    ends = (("beside_embedding", "altup_projections", None),
+            ("decoder.layers.{layer}.streams_head", "altup_unembed_projections", layers[-1:]))
+    rules = (*(rule for rule in decoder.mlp or () if not rule.megatron.endswith("per_layer_input.scalar")),
+             *(Rule(f"decoder.layers.{{layer}}.{ours}", (f"model.layers.{{layer}}.{theirs}",), layers=layers)
+               for ours, theirs in _STREAMS.items()),
+             *(Rule(f"{ours}.streams.{number}.weight", (f"model.{theirs}.{number}.weight",), layers=which)
+               for ours, theirs, which in ends for number in range(streams - 1)))
+    return replace(
+        decoder, mlp=rules, reshape=functools.partial(_put_streams, hf=hf, under=decoder.reshape),
+        beside_embedding=functools.partial(_embed_streams, streams=streams, vocab=hf.vocab_size_per_layer_input,
+                                           width=hf.hidden_size_per_layer_input),
+    )  # fmt: skip
+
+
+_STREAMS = {
+    "altup.norm.weight": "altup.router_norm.weight", "altup.router.weight": "altup.modality_router.weight",
+    "altup.prediction.weight": "altup.prediction_coefs.weight",
+    "altup.correction.weight": "altup.correction_coefs.weight", "altup.output_scale": "altup.correct_output_scale",
+    "laurel.left.weight": "laurel.linear_left.weight", "laurel.right.weight": "laurel.linear_right.weight",
+    "laurel.norm.weight": "laurel.post_laurel_norm.weight",
+}  # fmt: skip
+"""Of a layer's modules in altup.py -> of a layer."""
+
+
+def _put_streams(*layer: Any, hf: Any, under: Any) -> None:
+    from miles_specs_gemma.altup import Streams, put_streams
+
+    under(*layer)
+    put_streams(*layer, streams=Streams(hf.altup_num_inputs, hf.altup_active_idx, hf.laurel_rank,
+                                        tuple(hf.activation_sparsity_pattern)))
+
+
+def _embed_streams(*model: Any, **sizes: Any) -> Any:
+    from miles_specs_gemma.altup import StreamsEmbedding
+
+    return StreamsEmbedding(*model, **sizes)
 
 
 def _handed_up(hf: Any, decoder: Decoder) -> Decoder:
@@ -161,8 +219,21 @@ def gemma4(hf: Any) -> Decoder:
     Raises:
         ConfigError: as `gemma4_text`.
     """
-    text = beside_tower(hf, gemma4_text)
-    unused = gemma4_text(hf.text_config).carried
+    return _beside_towers(hf, gemma4_text)
+
+
+def gemma3n(hf: Any) -> Decoder:
+    """The text model of a Gemma 3n that sees and hears; its towers and what lies between are left as they are.
+
+    Raises:
+        ConfigError: as `gemma3n_text`.
+    """
+    return _beside_towers(hf, gemma3n_text)
+
+
+def _beside_towers(hf: Any, describe: Callable[[Any], Decoder]) -> Decoder:
+    text = beside_tower(hf, describe)
+    unused = describe(hf.text_config).carried
     inside = tuple(name.replace("model.", "model.language_model.", 1) for name in unused)
     return replace(text, renamed=(("model.", "model.language_model."),),
                    carried=(*unused, *inside, "model.vision_tower.", "model.vision_embedder.", "model.embed_vision.",
@@ -170,7 +241,8 @@ def gemma4(hf: Any) -> Decoder:
 
 
 def _gemma4_attention(hf: Any, kind: str) -> Attention:
-    """
+    """Of Gemma 3n as well, whose keys are not values.
+
     Args:
         hf: the configuration of one layer.
         kind: of that layer.

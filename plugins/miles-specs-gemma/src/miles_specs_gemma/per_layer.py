@@ -1,5 +1,5 @@
-"""Gemma 4 E2B and E4B: further embeddings of the tokens, one for each layer, and layers that attend to the keys and
-values of lower ones.
+"""Gemma 4 E2B and E4B, and Gemma 3n: further embeddings of the tokens, one for each layer, and layers that attend to
+the keys and values of lower ones.
 
 Both are handed up from layer to layer in the argument of Megatron's layers for what decoders attend to, `context`,
 which recomputation keeps and differentiates. Its rows are this rank's, [t, b, channels]: the embeddings for the layers
@@ -40,12 +40,45 @@ def reshape(config: TransformerConfig, layer: ModuleSpec, attention: Attention, 
                     "widening": widening if attention.borrows else 1}
 
 
+class GatedEmbedding(MegatronModule):
+    """A token's further embedding, gated by what a layer gives: h -> norm(up(gelu(down(h)) * e))."""
+
+    def __init__(self, config: TransformerConfig, width: int, modules: Any):
+        super().__init__(config)
+        self.gate = whole(config, config.hidden_size, width)
+        self.projection = whole(config, width, config.hidden_size)
+        self.norm = modules.norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """[t, b, H] and [t, b, width] -> [t, b, H]."""
+        gated = F.gelu(self.gate(hidden_states), approximate="tanh") * own
+        normed: torch.Tensor = self.norm(self.projection(gated))
+        return normed
+
+
+class PerLayerInput(GatedEmbedding):
+    """A layer's end: its token's further embedding joins what it gives; then the layer's number multiplies the sum."""
+
+    def __init__(self, config: TransformerConfig, width: int, modules: Any):
+        super().__init__(config, width, modules)
+        self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype))
+
+    def forward(self, hidden_states: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """As GatedEmbedding."""
+        total: torch.Tensor = (hidden_states + super().forward(hidden_states, own)) * self.scalar
+        return total
+
+
 class ContextLayer(TransformerLayer):
     """Megatron's, which takes its part of `context`, or adds to it.
 
     Args:
         modules, width, lenders, widening: as of `reshape`, the last of this layer.
     """
+
+    END: type[GatedEmbedding] = PerLayerInput
+    streams = 1
+    """Of H channels each, in the hidden states."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *args: Any, modules: Any,
                  width: int, lenders: tuple[Attention, ...], widening: int, vp_stage: int | None = None, **kwargs: Any):
@@ -54,27 +87,31 @@ class ContextLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, *args, vp_stage=vp_stage, **kwargs)
         self.width, self.lenders = width, lenders
         self.last = layer_number == get_num_layers_to_build(config, vp_stage=vp_stage)
-        self.per_layer_input = PerLayerInput(config, width, modules)
+        self.per_layer_input = self.END(config, width, modules)
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor | None = None, **kwargs: Any
                 ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, b, H] and [t, b, channels] of `context` -> the same; of the first and the last of a stage, together."""
         if context is None:
-            hidden_states, context = _split(hidden_states, self.config.hidden_size)
+            hidden_states, context = _split(hidden_states, self.streams * self.config.hidden_size)
             hidden_states = hidden_states.contiguous()
         own, context = _split(context, self.width)
         mixer: Any = self.self_attention
         if mixer.attention.borrows:
             mixer.lent = self._borrowed(context)
-        hidden_states, _ = super().forward(hidden_states, **kwargs)
+        hidden_states = self.add(hidden_states, own, **kwargs)
         lent, mixer.lent = mixer.lent, None
         if mixer.attention.lends:
             rows = (x.flatten(2).unflatten(0, (len(context), -1)).transpose(1, 2).flatten(2) for x in lent)
             context = torch.cat([context, *rows], -1)
-        hidden_states = self.per_layer_input(hidden_states, own)
         if self.last and self.layer_number < self.config.num_layers:
             hidden_states = torch.cat([hidden_states, context], -1)
         return hidden_states, None if self.last else context
+
+    def add(self, hidden_states: torch.Tensor, own: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """What the layer does: [t, b, H] and [t, b, width] -> [t, b, H]."""
+        total: torch.Tensor = self.per_layer_input(super().forward(hidden_states, **kwargs)[0], own)
+        return total
 
     def _borrowed(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer that lends to this one, [T, b, groups, d], of this rank's heads."""
@@ -91,26 +128,6 @@ class ContextLayer(TransformerLayer):
         return key, value
 
 
-class PerLayerInput(MegatronModule):
-    """A layer's end: its token's further embedding, gated by its output, joins it; then the layer's number.
-
-    h -> (h + norm(up(gelu(down(h)) * e))) * scalar.
-    """
-
-    def __init__(self, config: TransformerConfig, width: int, modules: Any):
-        super().__init__(config)
-        self.gate = _whole(config, config.hidden_size, width)
-        self.projection = _whole(config, width, config.hidden_size)
-        self.norm = modules.norm(config, config.hidden_size, config.layernorm_epsilon)
-        self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype))
-
-    def forward(self, hidden_states: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """[t, b, H] and [t, b, width] -> [t, b, H]."""
-        gated = F.gelu(self.gate(hidden_states), approximate="tanh") * own
-        total: torch.Tensor = (hidden_states + self.norm(self.projection(gated))) * self.scalar
-        return total
-
-
 class PerLayerEmbedding(MegatronModule):
     """The further embeddings of tokens, and what a projection makes of the first; see ModelSpec.beside_embedding.
 
@@ -124,7 +141,7 @@ class PerLayerEmbedding(MegatronModule):
         self.width, channels = width, config.num_layers * width
         self.tokens = VocabParallelEmbedding(vocab, channels, init_method=config.embedding_init_method, config=config,
                                              reduce_scatter_embeddings=config.sequence_parallel)
-        self.projection = _whole(config, config.hidden_size, channels)
+        self.projection = whole(config, config.hidden_size, channels)
         self.norm = modules.norm(config, width, config.layernorm_epsilon)
 
     def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -136,7 +153,7 @@ class PerLayerEmbedding(MegatronModule):
         return torch.cat([embedded, (projected + tokens) * 2**-0.5], -1)
 
 
-def _whole(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
+def whole(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
     """A projection that every tensor-parallel rank has whole; with sequence parallelism it sees that rank's rows."""
     linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype)
     weight: Any = linear.weight  # Megatron reads attributes of it

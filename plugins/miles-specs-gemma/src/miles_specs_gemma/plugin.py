@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsGemma:
-    """Gemma 2 and the text models of Gemma 3 and 4 for the Megatron trainer."""
+    """Gemma 2 and the text models of Gemma 3, 3n and 4 for the Megatron trainer."""
 
     provides = (
         "model_spec:gemma2:tie_word_embeddings=1:norms_after=2",
@@ -19,6 +19,8 @@ class SpecsGemma:
         ":num_key_value_heads=4:head_dim=256",
         "model_spec:gemma3:tie_word_embeddings=1:norms_after=2:vocab_size=262208:num_attention_heads=8"
         ":num_key_value_heads=4:head_dim=256",
+        "model_spec:gemma3n_text:tie_word_embeddings=1:norms_after=2",
+        "model_spec:gemma3n:tie_word_embeddings=1:norms_after=2",
         "model_spec:gemma4_text:tie_word_embeddings=1:norms_after=2:global_head_dim=512"
         ":num_experts_per_tok=top_k_experts:shared_expert_intermediate_size=intermediate_size",
         "model_spec:gemma4:tie_word_embeddings=1:norms_after=2:global_head_dim=512"
@@ -52,6 +54,24 @@ class SpecsGemma:
         from miles_specs_gemma.families import gemma3
 
         return DecoderFamily(gemma3)
+
+    @hookimpl("model_spec", name="gemma3n_text")
+    def gemma3n_text(self, hf_config: Any) -> Family:
+        """The text models of Gemma 3n."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma3n_text
+
+        return DecoderFamily(gemma3n_text)
+
+    @hookimpl("model_spec", name="gemma3n")
+    def gemma3n(self, hf_config: Any) -> Family:
+        """The text model of a Gemma 3n with a vision and an audio tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma3n
+
+        return DecoderFamily(gemma3n)
 
     @hookimpl("model_spec", name="gemma4_text")
     def gemma4_text(self, hf_config: Any) -> Family:

@@ -17,7 +17,7 @@ from miles_megatron import cpu
 from miles_megatron.packed_layout import packed_layout_of, seen
 from miles_megatron.recurrent import Again, by_sequence
 from miles_megatron.specs import Attention
-from miles_megatron.streams import StreamLayer, put_streams
+from miles_megatron.streams import ConnectedLayer, put_streams
 
 cpu.install()
 
@@ -42,7 +42,7 @@ def reshape(config: TransformerConfig, layer: ModuleSpec, attention: Attention, 
     """See ModelSpec.reshape."""
     by_table = attention.mixer.by_table  # type: ignore[union-attr]
     put_streams(layer, functools.partial(HyperConnection, hf), functools.partial(HyperHead, hf),
-                TableLayer if by_table else StreamLayer)
+                TableLayer if by_table else ConnectedLayer)
     router = functools.partial(TableRouter, vocab=hf.vocab_size) if by_table else Router
     layer.submodules.mlp.submodules.router = router
 
@@ -253,7 +253,7 @@ class TableRouter(Router):
         return scores.gather(1, chosen), chosen
 
 
-class TableLayer(StreamLayer):
+class TableLayer(ConnectedLayer):
     """Hands a TableRouter the tokens of its rows, also where the experts are computed again."""
 
     def __init__(self, *args: Any, **kwargs: Any):
