@@ -33,6 +33,7 @@ from miles_fp8.rounding import quantise as to_fp8
 from miles_int4_qat import quantise as int4
 from miles_megatron.shards import shard_name, write_index
 from miles_megatron.testing.checkpoints import packed_experts
+from miles_megatron.testing.parity import inside_name
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
@@ -138,7 +139,7 @@ def _tiny(keys: Mapping[str, Any], sizes: Mapping[str, Any], own: Mapping[str, A
 
 def _tensors(one: Published, folder: Path) -> dict[str, torch.Tensor]:
     """As the published files have them but for quantisation, bfloat16 or as config.json says."""
-    whole = {one.inside + name: tensor for name, tensor in _model(one, folder).items()}
+    whole = {inside_name(one.inside, name): tensor for name, tensor in _model(one, folder).items()}
     if one.packed:
         whole = packed_experts(whole)
     draw = torch.Generator().manual_seed(1)

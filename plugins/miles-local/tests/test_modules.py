@@ -213,7 +213,7 @@ def test_a_bad_update_changes_nothing(models, capfd, kind, edit, message):
 
 
 def test_weights_of_text_need_no_vision_tower(tmp_path):
-    """Though transformers' class has one; of what text meets nothing may be missing."""
+    """The text model alone is built; of that nothing may be missing."""
     text = {**TINY, "head_dim": 16, "eos_token_id": 1}
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
              "image_size": 28, "patch_size": 14}
@@ -222,7 +222,7 @@ def test_weights_of_text_need_no_vision_tower(tmp_path):
     decoder, tensors = ModuleDecoder(tmp_path, torch.float32), load_file(tmp_path / "model.safetensors")
     sent = {name: 2 * tensor for name, tensor in tensors.items() if name.startswith("language_model.")}
     assert len(sent) < len(tensors)
-    norm = decoder.stage(sent.items()).model.language_model.norm.weight
+    norm = decoder.stage(sent.items()).model.norm.weight
     assert torch.equal(norm, sent.pop("language_model.model.norm.weight"))
     with pytest.raises(EngineError) as caught:
         decoder.stage(sent.items())

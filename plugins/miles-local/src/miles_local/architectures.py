@@ -38,7 +38,7 @@ def _by_architecture(said: Mapping[str, Any]) -> str | None:
 
 
 def class_of(config: PreTrainedConfig, whole: bool = False) -> type | None:
-    """transformers' class that decodes text: the whole model's, or the text model's where only that has one.
+    """transformers' class that decodes text: the text model's, or the whole model's where only that has one.
 
     Args:
         whole: a model that reads images is built with what reads them.
@@ -46,8 +46,8 @@ def class_of(config: PreTrainedConfig, whole: bool = False) -> type | None:
     text, images = type(config.get_text_config()), AutoModelForImageTextToText._model_mapping
     if whole and "vision_config" in config.sub_configs:
         return images.get(type(config), None)
-    for mapping, kind in ((AutoModelForCausalLM._model_mapping, type(config)),
-                          (AutoModelForCausalLM._model_mapping, text),
+    for mapping, kind in ((AutoModelForCausalLM._model_mapping, text),
+                          (AutoModelForCausalLM._model_mapping, type(config)),
                           (images, text)):  # where it lists Mistral Small 4's
         if kind in mapping:
             return mapping[kind]
@@ -56,8 +56,8 @@ def class_of(config: PreTrainedConfig, whole: bool = False) -> type | None:
 
 def taken_out(config: PreTrainedConfig) -> bool:
     """Whether the text model inside is decoded by a class that knows nothing of the model around it."""
-    text = type(config.get_text_config())
-    return type(config) is not text and type(config) not in AutoModelForCausalLM._model_mapping
+    text, known = type(config.get_text_config()), AutoModelForCausalLM._model_mapping
+    return type(config) is not text and (text in known or type(config) not in known)
 
 
 def inside_text(name: str) -> str | None:

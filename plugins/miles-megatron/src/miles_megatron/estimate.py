@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miles_core.config.architecture import Architecture, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
-from miles_megatron.heads import Compressed, embedded, heads_of, mean_ffn, sizes_of, streams_of
+from miles_megatron.heads import Compressed, OfLayers, embedded, heads_of, mean_ffn, sizes_of, streams_of
 from miles_megatron.layout import Layout, layout_of
 
 FP32 = 4
@@ -127,8 +127,12 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
 
 
 def _of_streams(model: ModelDimensions) -> dict[str, float]:
-    """What a layer of several streams with compressed keys keeps beside the rest."""
+    """What a layer of several streams keeps beside the rest."""
     size, value = model.size, model.value
+    if isinstance(size, OfLayers) and size.streams > 1:
+        hidden = value * size.hidden / model.split
+        # Streams as they come, predicted and corrected; what the router sees of one twice, and the shortcut's output.
+        return {"streams: inputs, predicted, corrected": 3 * size.streams * hidden, "router and shortcut": 3 * hidden}
     if not isinstance(size, Compressed):
         return {}
     rounded = value * (value < FP32)  # where it is kept beside its copy in fp32
@@ -161,7 +165,8 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
     dense += sparse * 2 * size.hidden * (size.latent or 0)
     if own := embedded(size):
         dense += layers * (2 * own + 1) * size.hidden
-        dense += first * (size.layers * own * (size.vocab / tensor + size.hidden) + own)
+        dense += first * (size.layers * own * (size.words / tensor + size.hidden) + own)
+        dense += layers * size.joining + (first + last) * (size.streams - 1) * size.hidden**2
     dense += table * (first + (last and not (first and model.tied))) + size.hidden * last
     each = size.matrices * (size.latent or size.hidden) * (size.expert_ffn or 0) / model.layout.expert_tensor
     return dense, sparse * each * (size.experts or 0) / model.layout.expert

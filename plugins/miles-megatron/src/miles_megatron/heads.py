@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miles_core.config.architecture import Architecture, architecture_of, shape_json
@@ -33,12 +33,24 @@ class OfLayers(Architecture):
 
     Args:
         wide: layers with a dense MLP of twice the width.
-        embedded: channels that the table of further embeddings has for a layer.
+        embedded: channels that the table of further embeddings has for a layer; words: its rows.
+        streams: of the residual.
+        shortcut: rank of that beside attention.
     """
 
     kinds: tuple[Heads, ...] = ()
     wide: int = 0
     embedded: int = 0
+    words: int = 0
+    streams: int = 1
+    shortcut: int = 0
+
+    @property
+    def joining(self) -> int:
+        """Parameters of a layer that predict and correct streams, and of the shortcut."""
+        if self.streams == 1:
+            return 0
+        return (self.streams + 2 * self.shortcut + 3) * self.hidden + (self.streams + 1) * self.streams**2
 
     @property
     def attention(self) -> int:
@@ -74,13 +86,17 @@ class Compressed(Architecture):
 def sizes_of(config: RunConfig) -> Architecture:
     """`architecture_of`, with the heads of each layer where config.json has several kinds, and compressed keys."""
     size, hf_config = architecture_of(config), shape_json(config)[1] or {}
+    if isinstance(widths := hf_config.get("intermediate_size"), list):
+        size = replace(size, ffn=sum(widths) // len(widths))
     if not size.uncounted and hf_config.keys() >= _COMPRESSED and hf_config.keys() & {"compress_ratios", "layer_types"}:
         return _compressed(hf_config, size)
     if size.uncounted or not (counted := _counted(hf_config, size)):
         return size
     kinds = tuple(Heads(layers, *one) for one, layers in counted.items())
     wide = hf_config.get("num_kv_shared_layers") or 0 if hf_config.get("use_double_wide_mlp") else 0
-    return OfLayers(**vars(size), kinds=kinds, wide=wide, embedded=hf_config.get("hidden_size_per_layer_input") or 0)
+    return OfLayers(**vars(size), kinds=kinds, wide=wide, embedded=hf_config.get("hidden_size_per_layer_input") or 0,
+                    words=hf_config.get("vocab_size_per_layer_input") or size.vocab,
+                    streams=hf_config.get("altup_num_inputs") or 1, shortcut=hf_config.get("laurel_rank") or 0)
 
 
 def mean_ffn(size: Architecture) -> float:
@@ -95,7 +111,7 @@ def embedded(size: Architecture) -> int:
 
 def streams_of(size: Architecture) -> int:
     """Of the residual."""
-    return size.streams if isinstance(size, Compressed) else 1
+    return size.streams if isinstance(size, Compressed | OfLayers) else 1
 
 
 def heads_of(size: Architecture) -> tuple[Heads, ...]:

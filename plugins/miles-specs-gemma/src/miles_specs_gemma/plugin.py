@@ -19,8 +19,8 @@ class SpecsGemma:
         ":num_key_value_heads=4:head_dim=256",
         "model_spec:gemma3:tie_word_embeddings=1:norms_after=2:vocab_size=262208:num_attention_heads=8"
         ":num_key_value_heads=4:head_dim=256",
-        "model_spec:gemma3n_text:tie_word_embeddings=1:norms_after=2",
-        "model_spec:gemma3n:tie_word_embeddings=1:norms_after=2",
+        "model_spec:gemma3n_text:tie_word_embeddings=1:norms_after=2:global_head_dim=head_dim",
+        "model_spec:gemma3n:tie_word_embeddings=1:norms_after=2:global_head_dim=head_dim",
         "model_spec:gemma4_text:tie_word_embeddings=1:norms_after=2:global_head_dim=512"
         ":num_experts_per_tok=top_k_experts:shared_expert_intermediate_size=intermediate_size",
         "model_spec:gemma4:tie_word_embeddings=1:norms_after=2:global_head_dim=512"

@@ -70,7 +70,7 @@ class Case:
         loose: ends of names of tensors whose gradients may differ by LOOSE.
         like: the model_type that transformers computes the model as, where it has none of the family's.
         inside: beginning of the names of the model's tensors in a checkpoint of a larger model, whose config.json has
-            the keys below text_config.
+            the keys below text_config; see inside_name.
         flags: more of the run on two ranks.
     """
 
@@ -309,6 +309,11 @@ def builder(model_type: str) -> tuple[Selected, str]:
                       got=model_type, fix="see docs/model-families.md")
 
 
+def inside_name(inside: str, name: str) -> str:
+    """Of a tensor in a larger model: what begins with `model.` takes the place of the text model's `model.`."""
+    return inside + (name.removeprefix("model.") if inside.startswith("model.") else name)
+
+
 def save(model: Any, case: Case, folder: Path) -> dict[str, Any]:
     """Save a case's model; its tensors under the names that the files have, which need not be its modules'."""
     import json
@@ -316,7 +321,7 @@ def save(model: Any, case: Case, folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(folder)
-    tensors = {case.inside + name: tensor for file in folder.glob("*.safetensors")
+    tensors = {inside_name(case.inside, name): tensor for file in folder.glob("*.safetensors")
                for name, tensor in load_file(file).items()}
     if case.inside:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
