@@ -61,7 +61,7 @@ def not_built():
 
 
 def test_what_the_page_calls_not_built_is_refused_by_name(tmp_path):
-    assert {"gemma3n", "mistral_large4"} <= set(not_built())
+    assert {"diffusion_gemma", "mistral_large4"} <= set(not_built())
     for name in not_built():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": 264}))
         with pytest.raises(OwnerError) as caught:
