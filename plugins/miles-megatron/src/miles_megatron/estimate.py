@@ -163,7 +163,7 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
     dense = layers * (attention + norms) + (layers - sparse) * _dense(size) * matrix * mean_ffn(size) / tensor
     dense += sparse * (size.hidden * (size.experts or 0) + matrix * (size.shared_ffn or 0) / tensor)
     dense += sparse * 2 * size.hidden * (size.latent or 0)
-    if own := embedded(size):
+    if isinstance(size, OfLayers) and (own := size.embedded):
         dense += layers * (2 * own + 1) * size.hidden
         dense += first * (size.layers * own * (size.words / tensor + size.hidden) + own)
         dense += layers * size.joining + (first + last) * (size.streams - 1) * size.hidden**2
