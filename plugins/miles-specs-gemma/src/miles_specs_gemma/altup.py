@@ -74,14 +74,14 @@ class AltUpLayer(ContextLayer, StreamLayer):
         """[t, b, n x H] and [t, b, width] -> [t, b, n x H], of the last layer [t, b, H]."""
         return StreamLayer.forward(self, hidden_states, own=own, **kwargs)[0]
 
-    def mix(self, streams: torch.Tensor, packed_seq_params: Any, *, own: torch.Tensor, **_: Any) -> torch.Tensor:
-        """See StreamLayer; `own` is [t, b, width]."""
+    def mix(self, streams: torch.Tensor, packed_seq_params: Any, **more: Any) -> torch.Tensor:
+        """See StreamLayer; `own` of `more` is the further embedding, [t, b, width]."""
         predicted = self.altup.predict(streams, streams[..., self.active, :])
         one = predicted[..., self.active, :]
         corrected = self.altup.correct(predicted, one, self._computed(one, packed_seq_params))
         scaled = corrected[..., self.active, :] * self.altup.output_scale
         first, others = corrected.split((1, self.streams - 1), -2)
-        return torch.cat([first, others + self.per_layer_input(scaled, own)[..., None, :]], -2)
+        return torch.cat([first, others + self.per_layer_input(scaled, more["own"])[..., None, :]], -2)
 
     def _computed(self, one: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
         """[t, b, H] of the active stream -> the same after attention and MLP."""
@@ -116,12 +116,14 @@ class AltUp(MegatronModule):
     def predict(self, streams: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """[t, b, n, H] and [t, b, H] -> [t, b, n, H]."""
         shares = self.prediction(self._routed(active)).unflatten(-1, (streams.shape[-2], -1))
-        return shares @ streams + streams
+        predicted: torch.Tensor = shares @ streams + streams
+        return predicted
 
     def correct(self, predicted: torch.Tensor, active: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
         """[t, b, n, H], and [t, b, H] of the active stream before and after the layer -> [t, b, n, H]."""
         shares = self.correction(self._routed(computed)) + 1
-        return predicted + shares[..., None] * (computed - active)[..., None, :]
+        corrected: torch.Tensor = predicted + shares[..., None] * (computed - active)[..., None, :]
+        return corrected
 
     def _routed(self, one: torch.Tensor) -> torch.Tensor:
         """[t, b, H] -> [t, b, n]."""
