@@ -1,49 +1,29 @@
 """Gemma 3n: runs, layouts, conversions, and what a plan counts."""
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from miles_megatron import estimate
 from miles_megatron.testing.checkpoints import tensors
-from miles_megatron.testing.demo import demo_run
-from miles_megatron.testing.parity import cases, random_model
+from miles_megatron.testing.demo import GRADIENTS, VOCAB, demo_checkpoint, demo_run, trainer_plan
+from miles_megatron.testing.parity import cases
 from miles_megatron.testing.ranks import batches, distance
 
-from miles_core.plugins.plan import prepare
-
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples" / "arithmetic"
 CASE = {case.name: case for case in cases(Path(__file__).with_name("parity.toml"))}["Gemma 3n, text"]
-VOCAB = 264
-WORDS = {"vocab_size": VOCAB, "vocab_size_per_layer_input": 260, "pad_token_id": 256, "bos_token_id": None,
-         "eos_token_id": 258}  # fmt: skip
-RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
-       "--rollout-max-response-len", 41, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host",
-       "process", "--disable-rewards-normalization", "--no-bf16", "--lr", 1e-3)  # fmt: skip
-GRADIENTS = ("--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint whose vocabulary is the examples'."""
-    where = tmp_path_factory.mktemp("gemma3n")
-    random_model(replace(CASE, config=CASE.config | WORDS)).save_pretrained(where)
-    for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
-        shutil.copy(file, where)
-    return where
-
-
-def plan(folder, *flags):
-    return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
+    return demo_checkpoint(ROOT, CASE, tmp_path_factory.mktemp("gemma3n"), vocab_size_per_layer_input=260)
 
 
 def test_the_memory_plan_counts_every_parameter(folder):
     """But for two of the four norms of a layer; and norms of keys are counted where these are another layer's too."""
     own = sum(tensor.numel() for tensor in tensors(folder).values())
-    model = estimate.dimensions_of(plan(folder).config)
+    model = estimate.dimensions_of(trainer_plan(folder).config)
     assert own - sum(estimate.parameters(model, 6, True, True)) == 6 * 2 * 64 - 3 * 32
 
 
@@ -72,8 +52,8 @@ LAYOUTS = {
 def test_a_layout_changes_nothing(folder, one, two, layout):
     """Of the whole gradient, and of parts that are small beside it."""
     [batch] = batches(1, vocab=VOCAB)
-    _, expected = one.gradients(plan(folder, *GRADIENTS), batch)
-    _, found = two.gradients(plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
+    _, expected = one.gradients(trainer_plan(folder, *GRADIENTS), batch)
+    _, found = two.gradients(trainer_plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
     assert distance(found, expected) < 4e-6
     for part in ("altup.", "laurel", "altup_unembed", "per_layer", "0.mlp.gate_proj", "2.self_attn.k_proj.weight"):
         assert distance(found, expected, [name for name in expected if part in name]) < 1e-5, part

@@ -1,6 +1,5 @@
 """Gemma 4 with experts: runs that replay routes or train adapters, layouts, conversions, and what a plan counts."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,44 +8,28 @@ import torch
 from miles_megatron import cpu, estimate
 from miles_megatron.model import build, transformer_config
 from miles_megatron.testing.checkpoints import tensors
-from miles_megatron.testing.demo import demo_run
+from miles_megatron.testing.demo import GRADIENTS, VOCAB, demo_checkpoint, demo_run, trainer_plan
 from miles_megatron.testing.parity import cases, packed_logits, random_model
 from miles_megatron.testing.ranks import batches, distance
 from miles_specs_gemma.families import gemma4_text
 
 from miles_core.errors import ConfigError
-from miles_core.plugins.plan import prepare
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples" / "arithmetic"
 CASES = {case.name: case for case in cases(Path(__file__).with_name("parity.toml"))}
 CASE = CASES["Gemma 4, text, with experts"]
-VOCAB = 264
-WORDS = {"vocab_size": VOCAB, "num_hidden_layers": 2, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258,
-         "layer_types": ["sliding_attention", "full_attention"]}
-RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
-       "--rollout-max-response-len", 41, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host",
-       "process", "--disable-rewards-normalization", "--no-bf16", "--lr", 1e-3)  # fmt: skip
-GRADIENTS = ("--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint whose vocabulary is the examples'."""
-    where = tmp_path_factory.mktemp("gemma4")
-    random_model(replace(CASE, config=CASE.config | WORDS)).save_pretrained(where)
-    for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
-        shutil.copy(file, where)
-    return where
-
-
-def plan(folder, *flags):
-    return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
+    return demo_checkpoint(ROOT, CASE, tmp_path_factory.mktemp("gemma4"), num_hidden_layers=2,
+                           layer_types=["sliding_attention", "full_attention"])
 
 
 def test_the_memory_plan_counts_every_matrix(folder):
     own = sum(tensor.numel() for tensor in tensors(folder).values() if tensor.dim() > 1)
-    model = replace(estimate.dimensions_of(plan(folder).config), qk_norm=False)
+    model = replace(estimate.dimensions_of(trainer_plan(folder).config), qk_norm=False)
     norms = 2 * 2 * 64 + 64  # two of each layer, and the last
     assert sum(estimate.parameters(model, 2, True, True)) == own + norms
 
@@ -119,8 +102,8 @@ LAYOUTS = {
 def test_a_layout_changes_nothing(folder, one, two, layout):
     """Of the whole gradient, and of the router's and the norms' parts, which are small beside it."""
     [batch] = batches(1, vocab=VOCAB)
-    _, expected = one.gradients(plan(folder, *GRADIENTS), batch)
-    _, found = two.gradients(plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
+    _, expected = one.gradients(trainer_plan(folder, *GRADIENTS), batch)
+    _, found = two.gradients(trainer_plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
     assert distance(found, expected) < 4e-6
     for part in ("router.scale", "router.per_expert_scale", "feedforward_layernorm_1.weight",
                  "feedforward_layernorm_2.weight"):

@@ -1,7 +1,5 @@
 """DeepSeek-V4: runs, layouts, conversions, tables of token ids, blocks of queries, and what a plan counts."""
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import torch
 from miles_megatron import cpu, estimate, hf_config, model, weights
 from miles_megatron.testing.checkpoints import tensors
-from miles_megatron.testing.demo import demo_run
+from miles_megatron.testing.demo import GRADIENTS, VOCAB, demo_checkpoint, demo_run, trainer_plan
 from miles_megatron.testing.parity import TINY, cases, model_parity, packed_logits, random_model
 from miles_megatron.testing.ranks import batches, distance
 from miles_specs_moe import compressed
@@ -17,18 +15,10 @@ from miles_specs_moe.deepseek_v4 import deepseek_v4
 from safetensors.torch import save_file
 
 from miles_core.errors import ConfigError
-from miles_core.plugins.plan import prepare
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples" / "arithmetic"
 CASES = {case.name: case for case in cases(Path(__file__).with_name("parity.toml"))}
 CASE, ODD = CASES["DeepSeek-V4"], CASES["DeepSeek-V4, three streams"]
-VOCAB = 264
-WORDS = {"vocab_size": VOCAB, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
-RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
-       "--rollout-max-response-len", 41, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host",
-       "process", "--disable-rewards-normalization", "--lr", 1e-3)  # fmt: skip
-GRADIENTS = ("--no-bf16", "--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
 STAYS = (".indexer.", ".tid2eid", ".gate.bias")
 """In names of tensors that no gradient moves."""
 
@@ -36,15 +26,7 @@ STAYS = (".indexer.", ".tid2eid", ".gate.bias")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint whose vocabulary is the examples'."""
-    where = tmp_path_factory.mktemp("v4")
-    random_model(replace(CASE, config=CASE.config | WORDS)).save_pretrained(where)
-    for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
-        shutil.copy(file, where)
-    return where
-
-
-def plan(folder, *flags):
-    return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
+    return demo_checkpoint(ROOT, CASE, tmp_path_factory.mktemp("v4"))
 
 
 @pytest.mark.full
@@ -107,7 +89,7 @@ def test_a_run_replays_the_engines_routes(folder, tmp_path):
 def test_the_memory_plan_counts_every_parameter(folder):
     own = sum(tensor.numel() for name, tensor in tensors(folder).items()
               if not name.endswith((".tid2eid", ".gate.bias")))
-    size = estimate.dimensions_of(plan(folder).config)
+    size = estimate.dimensions_of(trainer_plan(folder).config)
     assert 0 <= own - sum(estimate.parameters(size, TINY["num_hidden_layers"], True, True)) < 4  # a mean of layers
 
 
@@ -130,8 +112,8 @@ LAYOUTS = {
 def test_a_layout_changes_nothing(folder, one, two, layout):
     """Of the whole gradient, and of parts that are small beside it."""
     [batch] = batches(1, vocab=VOCAB)
-    _, expected = one.gradients(plan(folder, *GRADIENTS), batch)
-    _, found = two.gradients(plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
+    _, expected = one.gradients(trainer_plan(folder, *GRADIENTS), batch)
+    _, found = two.gradients(trainer_plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
     assert distance(found, expected) < 4e-6
     for part in ("compressor", "hc_attn_fn", "layers.0.ffn.gate.weight"):
         assert distance(found, expected, [name for name in expected if part in name]) < 1e-5, part
@@ -169,10 +151,10 @@ def test_files_may_have_the_names_of_the_release(convert, tmp_path):
 def test_in_bfloat16_a_table_and_a_bias_keep_their_bits(folder, one, tmp_path):
     """Loaded, saved, resumed, and streamed; and frequencies of positions are not rounded."""
     before = tensors(folder)
-    whole = one.train(plan(folder, "--bf16"), batches(2, vocab=VOCAB)[:1], save=tmp_path)["weights"]
+    whole = one.train(trainer_plan(folder, "--bf16"), batches(2, vocab=VOCAB)[:1], save=tmp_path)["weights"]
     kept = [name for name in before if name.endswith((".tid2eid", ".gate.bias"))]
     assert len(kept) == 4 and all(np.array_equal(whole[name], before[name]) for name in kept)
-    again = one.train(plan(folder, "--bf16", "--load", tmp_path), [])["weights"]
+    again = one.train(trainer_plan(folder, "--bf16", "--load", tmp_path), [])["weights"]
     assert all(np.array_equal(again[name], weight) for name, weight in whole.items())
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from miles_core.plugins.plan import Plan, prepare
 from miles_core.record.events import read
 
+if TYPE_CHECKING:
+    from miles_megatron.testing.parity import Case
+
 DIFFERENCE = "train/train_rollout_logprob_abs_diff_max"
+
+VOCAB = 264
+"""Rows of an embedding for the examples' tokenizer."""
+_WORDS = {"vocab_size": VOCAB, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
+
+GRADIENTS = ("--no-bf16", "--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
+"""Flags by which `Ranks.gradients` compares layouts."""
 
 
 class DemoRun(NamedTuple):
@@ -24,6 +37,30 @@ class DemoRun(NamedTuple):
     def differences(self) -> list[float]:
         """Largest difference of a log-prob between engine and trainer, of each step."""
         return [step[DIFFERENCE] for step in self.steps]
+
+
+def demo_checkpoint(root: Path, case: Case, at: Path, **config: object) -> Path:
+    """`at`, with a random checkpoint of a parity case and the examples' tokenizer.
+
+    Args:
+        root: the repository, for its examples.
+        config: further keys that differ from the case's.
+    """
+    from miles_megatron.testing.parity import random_model
+
+    random_model(replace(case, config={**case.config, **_WORDS, **config})).save_pretrained(at)
+    for file in (root / "examples" / "arithmetic" / "tiny-qwen3").glob("*token*"):
+        shutil.copy(file, at)
+    return at
+
+
+def trainer_plan(checkpoint: Path, *flags: object) -> Plan:
+    """Of a run that `ranks.batches` fit: GRPO on four prompts of four answers, several micro-batches."""
+    words = ("--hf-checkpoint", checkpoint, "--prompt-data", "data/none.jsonl", "--num-rollout", 1,
+             "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 41,
+             "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host", "process",
+             "--disable-rewards-normalization", "--lr", 1e-3, *flags)
+    return prepare(None, [str(word) for word in words])
 
 
 def demo_run(root: Path, checkpoint: Path, at: Path, *flags: str) -> DemoRun:
