@@ -8,9 +8,9 @@ import torch
 from miles_megatron import cpu, estimate
 from miles_megatron.model import build, transformer_config
 from miles_megatron.testing.checkpoints import tensors
-from miles_megatron.testing.demo import GRADIENTS, VOCAB, demo_checkpoint, demo_run, trainer_plan
+from miles_megatron.testing.demo import demo_checkpoint, demo_run, layout_gradients, trainer_plan
 from miles_megatron.testing.parity import cases, packed_logits, random_model
-from miles_megatron.testing.ranks import batches, distance
+from miles_megatron.testing.ranks import distance
 from miles_specs_gemma.families import gemma4_text
 
 from miles_core.errors import ConfigError
@@ -101,9 +101,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_nothing(folder, one, two, layout):
     """Of the whole gradient, and of the router's and the norms' parts, which are small beside it."""
-    [batch] = batches(1, vocab=VOCAB)
-    _, expected = one.gradients(trainer_plan(folder, *GRADIENTS), batch)
-    _, found = two.gradients(trainer_plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
+    found, expected = layout_gradients(folder, one, two, *LAYOUTS[layout])
     assert distance(found, expected) < 4e-6
     for part in ("router.scale", "router.per_expert_scale", "feedforward_layernorm_1.weight",
                  "feedforward_layernorm_2.weight"):

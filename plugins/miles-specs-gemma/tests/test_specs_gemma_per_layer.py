@@ -7,9 +7,9 @@ import pytest
 import torch
 from miles_megatron import estimate
 from miles_megatron.testing.checkpoints import tensors
-from miles_megatron.testing.demo import GRADIENTS, VOCAB, demo_checkpoint, demo_run, trainer_plan
+from miles_megatron.testing.demo import VOCAB, demo_checkpoint, demo_run, layout_gradients, trainer_plan
 from miles_megatron.testing.parity import cases, random_model
-from miles_megatron.testing.ranks import batches, distance
+from miles_megatron.testing.ranks import distance
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[3]
@@ -76,9 +76,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_nothing(folder, one, two, layout):
     """Of the whole gradient, and of parts that are small beside it."""
-    [batch] = batches(1, vocab=VOCAB)
-    _, expected = one.gradients(trainer_plan(folder, *GRADIENTS), batch)
-    _, found = two.gradients(trainer_plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *LAYOUTS[layout]), batch)
+    found, expected = layout_gradients(folder, one, two, *LAYOUTS[layout])
     assert distance(found, expected) < 4e-6
     for part in ("per_layer", "2.self_attn.k_proj.weight", "1.self_attn.v_proj.weight", "5.self_attn.q_norm.weight"):
         assert distance(found, expected, [name for name in expected if part in name]) < 1e-5, part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -41,18 +42,25 @@ def planned(checkpoint, tmp_path):
     return made
 
 
-def scored(plan, batch):
-    """Log-probs of each answer, of samples that share one micro-batch."""
+@contextmanager
+def stepped(plan, batch):
+    """A trainer after one step."""
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     try:
         trainer.load()
         trainer.take_batch(copy.deepcopy(batch))
         trainer.score()
         trainer.advantage()
-        trainer.step(0)  # whose own forward pass, before the weights move, has them
-        return [one.columns["log_probs"] for group in trainer.batch.groups for one in group.samples]
+        trainer.step(0)
+        yield trainer
     finally:
         cpu.leave()
+
+
+def scored(plan, batch):
+    """Log-probs of each answer, of samples that share one micro-batch: the step's own, before the weights move."""
+    with stepped(plan, batch) as trainer:
+        return [one.columns["log_probs"] for group in trainer.batch.groups for one in group.samples]
 
 
 def expected(folder, store, batch):
@@ -152,19 +160,11 @@ def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(k
 def gradients(plan, batch):
     """Of one step, by the checkpoint's names."""
     fsdp = plan.config.perf.trainer == "fsdp"
-    trainer = trainer_part(list(plan.selected), plan.config, Rank())
-    try:
-        trainer.load()
-        trainer.take_batch(copy.deepcopy(batch))
-        trainer.score()
-        trainer.advantage()
-        trainer.step(0)
+    with stepped(plan, batch) as trainer:
         with torch.no_grad():
             for parameter in trainer.models.actor.parameters():
                 parameter.copy_(parameter.grad if fsdp else parameter.main_grad)
         return {name: one.clone() for name, one in trainer.models.stream()}
-    finally:
-        cpu.leave()
 
 
 @pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])

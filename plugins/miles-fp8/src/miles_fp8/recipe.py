@@ -173,7 +173,7 @@ def _scaled(folder: Path) -> frozenset[str] | None:
         return None
     from miles_megatron.shards import tensor_files
 
-    scales = frozenset(name for name in tensor_files(folder) if name.endswith(READ))
+    scales = frozenset(name for name in tensor_files(folder) if name.endswith((*SCALES, ".scale")))
     if not scales:
         raise CheckpointError("config.json says FP8, but no tensor has a scale", code="fp8-scales-missing",
                               who=str(folder),

@@ -355,7 +355,7 @@ def initialize(
             fix="choose sizes whose products divide the number of processes",
         )
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()  # its groups stay: threads of gloo that wake 200 times a second
+        parallel_state.destroy_model_parallel()  # its groups stay, each with threads
         for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
             dist.destroy_process_group(group)
         gc.collect()

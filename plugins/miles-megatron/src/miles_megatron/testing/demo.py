@@ -11,7 +11,10 @@ from miles_core.plugins.plan import Plan, prepare
 from miles_core.record.events import read
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles_megatron.testing.parity import Case
+    from miles_megatron.testing.ranks import Ranks
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff_max"
 
@@ -19,8 +22,7 @@ VOCAB = 264
 """Rows of an embedding for the examples' tokenizer."""
 _WORDS = {"vocab_size": VOCAB, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
 
-GRADIENTS = ("--no-bf16", "--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
-"""Flags by which `Ranks.gradients` compares layouts."""
+_GRADIENTS = ("--no-bf16", "--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
 
 
 class DemoRun(NamedTuple):
@@ -61,6 +63,17 @@ def trainer_plan(checkpoint: Path, *flags: object) -> Plan:
              "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host", "process",
              "--disable-rewards-normalization", "--lr", 1e-3, *flags)
     return prepare(None, [str(word) for word in words])
+
+
+def layout_gradients(checkpoint: Path, one: Ranks, two: Ranks, *flags: object
+                     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The whole gradient of a step by HF name: under the layout of the flags on two ranks, and on one rank."""
+    from miles_megatron.testing.ranks import batches
+
+    [batch] = batches(1, vocab=VOCAB)
+    _, expected = one.gradients(trainer_plan(checkpoint, *_GRADIENTS), batch)
+    plan = trainer_plan(checkpoint, *_GRADIENTS, "--actor-num-gpus-per-node", 2, *flags)
+    return two.gradients(plan, batch)[1], expected
 
 
 def demo_run(root: Path, checkpoint: Path, at: Path, *flags: str) -> DemoRun:
