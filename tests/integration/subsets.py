@@ -124,15 +124,19 @@ def write_model(case: Case, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     words = {key: CONSTANTS[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
     text = case.config.get("text_config", case.config)
-    # With linear attention the fourth layer has the other kind; in the other families one has experts.
-    dense = int(text.get("first_k_dense_replace", 1))
-    sizes = {"num_hidden_layers": 4 if "linear_key_head_dim" in text else dense + 1, "bos_token_id": None}
-    layers, stated = sizes["num_hidden_layers"], (TINY | text)["num_hidden_layers"]
+    # With linear attention the fourth layer has the other kind, and layers that share keys follow two that have
+    # their own; in the other families one has experts.
+    all_four = "linear_key_head_dim" in text or text.get("num_kv_shared_layers")
+    layers = 4 if all_four else int(text.get("first_k_dense_replace", 1)) + 1
+    sizes = {"num_hidden_layers": layers, "bos_token_id": None}
+    stated = (TINY | text)["num_hidden_layers"]
     sizes |= {key: each[:layers] for key, each in text.items() if isinstance(each, list) and len(each) == stated}
     if "moe_intermediate_size" in text:
         sizes["moe_intermediate_size"] = 32  # divides into groups of int4
     if "floor_scale" in text:  # the local engine says that it does not decode Llama 4's queries once they grow
         sizes["floor_scale"] = 8192
+    if "vocab_size_per_layer_input" in text:
+        sizes["vocab_size_per_layer_input"] = words["vocab_size"]
     text = TINY | text | words | sizes
     whole = case.config | {"text_config": text} if "text_config" in case.config else text
     random_model(dataclasses.replace(case, config=whole)).save_pretrained(folder)
