@@ -3,6 +3,7 @@
     python tests/gpu/whole_step.py qwen3-0.6b moe-4b                    with plugin r3 where there are experts
     python tests/gpu/whole_step.py qwen3-0.6b --also=--deterministic-mode    the same run under further flags, too
     python tests/gpu/whole_step.py qwen3-0.6b --flags="--trainer fsdp" --also=--true-on-policy-mode --rollouts 20
+    python tests/gpu/whole_step.py qwen3-0.6b --apart                   two GPUs, one for each side, with --max-lag 1
     python tests/gpu/whole_step.py moe-4b --tiny                        the same code on a CPU, with the local engine
 
 Weights are random, of the shapes of trainer_speed.py; a coin is the reward, and every answer has --tokens tokens. Each
@@ -29,6 +30,7 @@ from trainer_speed import SHAPES
 
 SERVER = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
           "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup"]
+APART = ["--rollout-num-gpus", 1, "--max-lag", 1, "--use-rollout-logprobs"]
 SMALL = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
          "num_key_value_heads": 1, "intermediate_size": 128}
 
@@ -62,7 +64,8 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
     if args.tiny:
         flags += ["--engine", "local"]
     else:
-        flags += ["--engine", "sglang", "--placement", "local", "--router", "none", "--colocate", "--bf16",
+        flags += ["--engine", "sglang", "--placement", "local", "--router", "none", "--bf16",
+                  *(APART if args.apart else ["--colocate"]),
                   "--sglang-cuda-graph-max-bs", args.requests, "--sglang-mem-fraction-static", args.fraction]
         flags += [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER[:-1]]
     return ended(started(folder, list(map(str, flags)), recipe="examples/demo.toml"), folder,
@@ -127,6 +130,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400, help="of each run and server")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-whole-step"))
     parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="measure the parts, too")
+    parser.add_argument("--apart", action="store_true", help="a GPU for each side, and sampling ahead of training")
     parser.add_argument("--tiny", action="store_true")
     args, failed = parser.parse_args(), 0
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +149,8 @@ def main() -> int:
             engine, step = engine_alone(model, args), step_alone(shape, args)
             whole, rollout = means[0]["perf/step_time"], means[0]["perf/rollout_time"]
             print(f"{shape}: engine alone {engine:.2f} s, optimizer step alone {step:.2f} s; whole step {whole:.2f} s, "
-                  f"{whole / (engine + step):.3f} of their sum; rollout {rollout:.2f} s, {rollout / engine:.3f} of the "
-                  f"engine alone", flush=True)
+                  f"{whole / (engine + step):.3f} of their sum, {whole / max(engine, step):.3f} of the slower; "
+                  f"rollout {rollout:.2f} s, {rollout / engine:.3f} of the engine alone", flush=True)
     return int(failed)
 
 

@@ -66,6 +66,7 @@ def attend_by(model: PreTrainedModel, boundaries: Boundaries) -> bool:
     return True
 
 
+@torch.compiler.disable  # lengths differ from batch to batch, and a graph would be made anew for each
 def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None,
                      scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
                      **more: Any) -> tuple[torch.Tensor, None]:

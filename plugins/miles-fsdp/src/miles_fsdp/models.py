@@ -116,12 +116,14 @@ class Models:
             head = head_of(Path(declared.source), model.config.get_text_config().hidden_size, config.optimizer.seed,
                            fresh=declared.source == config.checkpoint.hf_checkpoint)
             head.to(model.dtype).requires_grad_(declared.trainable)
-        module = CausalModule(model, temperature, self._options.attn_implementation, head, inputs)
+        options = self._options
+        module = CausalModule(model, temperature, options.attn_implementation, head, inputs,
+                              options.torch_compile_backend if options.torch_compile else None)
         module.to(self._ranks.device)
         if exact:
             tables(model, self._ranks.device)
-        shard(module, self._ranks, self._options, low=declared.trainable and config.perf.bf16,
-              offload=self._options.cpu_offload or not declared.trainable)
+        shard(module, self._ranks, options, low=declared.trainable and config.perf.bf16,
+              offload=options.cpu_offload or not declared.trainable)
         samples = _two_samples(self._columns, module.reach)
         keep_apart(module, MicroBatch(self._columns, samples, self._ranks.device), self._ranks)
         check_shared(module, self._ranks.context.size)

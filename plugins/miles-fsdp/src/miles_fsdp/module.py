@@ -87,10 +87,11 @@ class CausalModule(torch.nn.Module):
         attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
         value_head: [1, H], of a model that is a body without a head of its own.
         inputs: the bound hook forward_inputs.
+        backend: of torch.compile, for the layers of text; None: nothing is compiled.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: Temperature, attention: str = PACKED,
-                 value_head: torch.nn.Linear | None = None, inputs: Inputs | None = None):
+                 value_head: torch.nn.Linear | None = None, inputs: Inputs | None = None, backend: str | None = None):
         super().__init__()
         self.model, self.temperature, self.value_head, self._inputs = model, temperature, value_head, inputs
         takes = inspect.signature(model.forward).parameters
@@ -101,8 +102,11 @@ class CausalModule(torch.nn.Module):
             attend_by(model, self.boundaries)
         if temperature.as_sampled:
             self.boundaries.attend = attend
-        keep_less(model)
         self._text = (model if inputs is None else model.get_decoder(),)  # a tuple hides it from torch
+        for layer in self.text_layers() if backend else ():
+            cast("Any", layer).forward = torch.compile(layer.forward, dynamic=True, backend=cast("Any", backend))
+        if not backend:
+            keep_less(model)
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
         head = copy.copy(model)  # the same parameters and code, but for the body

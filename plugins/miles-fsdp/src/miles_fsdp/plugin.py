@@ -30,6 +30,12 @@ class FsdpOptions:
     gradient_checkpointing: bool = option(
         False, "Keep only each layer's input of a forward pass, and compute the layer again in the backward pass.",
         flags=("--gradient-checkpointing",))
+    torch_compile: bool = option(
+        False, "Compile each layer of text with torch.compile: norms, ropes, gates and sums become a few kernels. The "
+        "first micro-batch takes a minute longer.", flags=("--torch-compile",))
+    torch_compile_backend: Literal["inductor", "aot_eager", "eager"] = option(
+        "inductor", "Of --torch-compile. The others compile nothing, and show whether layers can be traced.",
+        flags=("--torch-compile-backend",))
     context_parallel_size: int = option(
         1, "Ranks that share each sample's rows, by an all-to-all over heads around attention (Ulysses).")
     cpu_offload: bool = option(
