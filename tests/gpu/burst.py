@@ -1,4 +1,4 @@
-"""What a run's engine takes alone: after the third rollout its server gets the same requests once more, from here."""
+"""What a run's engine takes alone: in its third rollout its server gets the same requests once more, from here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+from miles_core.config import RunConfig
 from miles_core.hookspecs import hookimpl
+
+ROLLOUT = 3
+"""By then kernels are compiled."""
 
 
 class Burst:
@@ -17,18 +21,14 @@ class Burst:
 
     name = "burst"
 
-    def __init__(self):
-        self.run_dir: Path | None = None
-
-    @hookimpl
-    def metrics(self, run_dir: Path) -> None:
-        """The first rollout is over; the second one's groups are there when it is told."""
-        self.run_dir = run_dir
+    def __init__(self, config: RunConfig):
+        self.run_dir, self.rollouts = Path(config.checkpoint.run_dir), 0
 
     @hookimpl
     def shape_rewards(self, groups: list) -> list:
         """The groups as they are. A rollout is complete, and its engine idle and awake with the same weights."""
-        if self.run_dir is None or (self.run_dir / "burst.json").exists():
+        self.rollouts += 1
+        if self.rollouts != ROLLOUT:
             return groups
         logs = "".join(log.read_text(errors="replace") for log in (self.run_dir / "logs").glob("*.log"))
         if ports := re.findall(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", logs):

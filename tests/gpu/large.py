@@ -28,7 +28,7 @@ import torch
 from moe import SGLANG, checkpoint, converted, ended, started
 from ranks import trained
 from trainer_speed import PEAK, RUN, SHAPES, in_process, rollout
-from whole_step import SMALL, shown
+from whole_step import SMALL, UNSAVED, shown
 
 FULL = "--recompute-granularity full"
 LAYOUTS = {
@@ -121,7 +121,7 @@ def model(args: argparse.Namespace) -> Path:
 def whole(args: argparse.Namespace) -> int:
     """Colocated steps; what a rollout's requests take of the engine alone is measured in the third."""
     plain = model(args)
-    words = ["--num-rollout", args.rollouts, "--skip-eval-before-train", "--eval-interval", 1000,
+    words = [*UNSAVED, "--num-rollout", args.rollouts, "--skip-eval-before-train", "--eval-interval", 1000,
              "--rollout-ignore-eos", "--rollout-max-response-len", args.tokens, "--n-samples-per-prompt", 8,
              "--rollout-batch-size", args.requests // 8, "--max-tokens-per-gpu", args.cap,
              "--plugin", "r3", "--r3.compare-every", 1000, "--plugin", Path(__file__).with_name("burst.py"),
@@ -145,7 +145,7 @@ def whole(args: argparse.Namespace) -> int:
     compared = {key: value for key, value in steps[0].items() if "/r3/" in key or "logprob" in key}
     print(f"{name}, first rollout:", json.dumps(compared), flush=True)
     print(f"{name}, every step s:", [round(step["perf/step_time"], 2) for step in steps], flush=True)
-    means = shown(name, [*steps[:2], *steps[3:]], args.requests * args.tokens)  # the third waited for burst.py
+    means = shown(name, steps, args.requests * args.tokens)
     if (folder / "burst.json").is_file():
         alone = json.loads((folder / "burst.json").read_text())
         print(f"{name}: engine alone {alone['seconds']:.2f} s for {alone['tokens']} new tokens; rollout "

@@ -1,4 +1,4 @@
-"""A whole colocated step beside what its parts take alone: SGLang on as many requests, and the optimizer step. One GPU.
+"""A whole colocated step beside what its parts take alone: SGLang on its requests, and the optimizer step. One GPU.
 
     python tests/gpu/whole_step.py qwen3-0.6b moe-4b                    with plugin r3 where there are experts
     python tests/gpu/whole_step.py qwen3-0.6b --also=--deterministic-mode    the same run under further flags, too
@@ -20,16 +20,16 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from int4 import Server
-from moe import DATA, ended, started
+from burst import ROLLOUT
+from moe import DATA, SGLANG, ended, started
 from trainer_speed import SHAPES
 
-SERVER = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-          "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup"]
+from miles_core.record.events import read
+
+UNSAVED = ["--load", "none", "--save", "none", "--save-interval", "none", "--save-hf", "none"]
 APART = ["--rollout-num-gpus", 1, "--max-lag", 1, "--use-rollout-logprobs"]
 SMALL = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
          "num_key_value_heads": 1, "intermediate_size": 128}
@@ -57,40 +57,21 @@ def checkpoint(shape: str, folder: Path, tiny: bool) -> Path:
 
 def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -> list[dict[str, float]]:
     """The metrics of every rollout; what failed is printed."""
-    flags = ["--rm-weights", 1, "--hf-checkpoint", model, "--num-rollout", args.rollouts, "--skip-eval-before-train",
-             "--eval-interval", 1000, "--eval-max-response-len", 4, "--lr", "1e-6", "--rollout-ignore-eos",
-             "--rollout-max-response-len", args.tokens, "--rollout-batch-size", args.requests // 8,
-             "--n-samples-per-prompt", 8, "--max-tokens-per-gpu", args.cap, *words]
+    flags = [*UNSAVED, "--rm-weights", 1, "--hf-checkpoint", model, "--num-rollout", args.rollouts,
+             "--skip-eval-before-train", "--eval-interval", 1000, "--eval-max-response-len", 4, "--lr", "1e-6",
+             "--rollout-ignore-eos", "--rollout-max-response-len", args.tokens, "--n-samples-per-prompt", 8,
+             "--rollout-batch-size", args.requests // 8, "--max-tokens-per-gpu", args.cap,
+             "--plugin", "tests/gpu/burst.py", *words]
     if args.tiny:
         flags += ["--engine", "local"]
     else:
-        flags += ["--engine", "sglang", "--placement", "local", "--router", "none", "--bf16",
-                  *(APART if args.apart else ["--colocate"]),
+        flags += [*(flag for flag in SGLANG if not args.apart or flag != "--colocate"), *(APART if args.apart else []),
                   "--sglang-cuda-graph-max-bs", args.requests, "--sglang-mem-fraction-static", args.fraction]
-        flags += [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER[:-1]]
-    return ended(started(folder, list(map(str, flags)), recipe="examples/demo.toml"), folder,
-                 time.monotonic() + args.seconds)
-
-
-def engine_alone(model: Path, args: argparse.Namespace) -> float:
-    """Seconds of a server for as many requests as a rollout has, the least of three times."""
-    flags = [*SERVER, "--mem-fraction-static", args.fraction, "--cuda-graph-max-bs", str(args.requests)]
-    with Server(model, model.with_name(f"{model.name}.server.log"), flags) as server:
-        return min(burst(server, args) for _ in range(3))
-
-
-def burst(server: Server, args: argparse.Namespace) -> float:
-    """Seconds for all requests at once, with log-probs, as a rollout asks."""
-
-    def ask(number: int) -> None:
-        body = {"input_ids": [(7 * number + i) % 250 for i in range(12)], "return_logprob": True,
-                "sampling_params": {"temperature": 1.0, "max_new_tokens": args.tokens, "ignore_eos": True}}
-        server.post("generate", body, 600)
-
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(args.requests) as pool:
-        list(pool.map(ask, range(args.requests)))
-    return time.perf_counter() - begin
+    steps = ended(started(folder, list(map(str, flags)), recipe="examples/demo.toml"), folder,
+                  time.monotonic() + args.seconds)
+    syncs = [event for event in read(folder / "events.jsonl") if event["event"] == "weight_sync"] if steps else []
+    print("the last syncs:", json.dumps(syncs[-2:]), flush=True)
+    return steps
 
 
 def step_alone(shape: str, args: argparse.Namespace) -> float:
@@ -106,8 +87,8 @@ def step_alone(shape: str, args: argparse.Namespace) -> float:
 
 
 def shown(name: str, steps: list[dict[str, float]], tokens: int) -> dict[str, float]:
-    """Means over the rollouts after the first two."""
-    late = steps[2:] or steps
+    """Means over the rollouts after the third, in which burst.py asks the engine."""
+    late = steps[ROLLOUT:] or steps[-1:]
     names = sorted({key for step in late for key in step if key.startswith(("perf/", "train/train_rollout"))})
     means = {key: round(sum(step.get(key, 0.0) for step in late) / len(late), 4) for key in names}
     print(name, json.dumps(means), flush=True)
@@ -145,8 +126,9 @@ def main() -> int:
             means += [shown(name, steps, args.requests * args.tokens)] if steps else []
         for one in means[1:]:
             print(f"{shape}: a step takes {one['perf/step_time'] / means[0]['perf/step_time']:.3f} of the first's")
-        if args.alone and means and not args.tiny:
-            engine, step = engine_alone(model, args), step_alone(shape, args)
+        alone = args.folder / f"run-{shape}-0/burst.json"
+        if args.alone and means and alone.is_file():
+            engine, step = json.loads(alone.read_text())["seconds"], step_alone(shape, args)
             whole, rollout = means[0]["perf/step_time"], means[0]["perf/rollout_time"]
             print(f"{shape}: engine alone {engine:.2f} s, optimizer step alone {step:.2f} s; whole step {whole:.2f} s, "
                   f"{whole / (engine + step):.3f} of their sum, {whole / max(engine, step):.3f} of the slower; "

@@ -175,6 +175,14 @@ def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver
     assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
 
 
+@pytest.mark.full  # 20 CPU s
+@pytest.mark.parametrize("flags", [(), ("--gradient-checkpointing",)], ids=["kept", "again"])
+def test_compiled_layers_change_nothing(train, flags):
+    """The reference's are compiled, too."""
+    same(train("fsdp", "qwen3", 1, "--torch-compile", "--torch-compile-backend", "aot_eager", *flags),
+         train("fsdp", "qwen3"))
+
+
 @pytest.mark.full
 def test_layers_that_are_computed_again_change_nothing(train):
     same(train("fsdp", "qwen3", 1, "--gradient-checkpointing"), train("fsdp", "qwen3"))

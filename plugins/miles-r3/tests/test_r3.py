@@ -176,7 +176,10 @@ def routed(how, routes, gradient=True):
         place = torch.tensor([0, 1, 2, 3, 4, -1])
         routers.under_way = Forward(torch.tensor(routes, dtype=torch.int16)[:, None], place, gradient, Counts())
     probs, chosen = topk_routing_with_score_function(logits, 2, router_replay=replay, **how)
-    return probs, chosen, logits, routers.under_way and routers.under_way.counts.totals
+    if routers.under_way is None:
+        return probs, chosen, logits, None
+    routers.under_way.settle()
+    return probs, chosen, logits, routers.under_way.counts.totals
 
 
 HOW = {

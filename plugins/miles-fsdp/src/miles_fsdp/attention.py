@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from miles_local.transfer import on_device
 from transformers import AttentionInterface, PreTrainedModel
 
 from miles_core.errors import ConfigError
@@ -47,8 +49,7 @@ class Boundaries:
     def set(self, lengths: Sequence[int], device: torch.device, context: Context = ALONE) -> None:
         """For the next forward."""
         self.context = context
-        sizes = torch.tensor([0, *lengths], dtype=torch.int32)
-        self.lengths, self.offsets = lengths, sizes.cumsum(0, dtype=torch.int32).to(device)
+        self.lengths, self.offsets = lengths, on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
 
 
 def attend_by(model: PreTrainedModel, boundaries: Boundaries) -> bool:
@@ -66,7 +67,6 @@ def attend_by(model: PreTrainedModel, boundaries: Boundaries) -> bool:
     return True
 
 
-@torch.compiler.disable  # lengths differ from batch to batch, and a graph would be made anew for each
 def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None,
                      scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
                      **more: Any) -> tuple[torch.Tensor, None]:
@@ -137,5 +137,6 @@ def _one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bou
     return torch.cat(attended, 1).transpose(0, 1)
 
 
-AttentionInterface.register(NAME, packed_attention)
+# No compiled layer goes into it: lengths differ from batch to batch, and each would be compiled anew.
+AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
 # Without a function for masks under the name transformers makes none, and does not ask the device about positions.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from miles_local.transfer import on_device
 
 from miles_core.columns import Columns, Packed
 from miles_core.types import Sample
@@ -46,7 +47,7 @@ class MicroBatch:
         self.stretch, self.mine = stretches[context.index], slice(*bounds[context.index : context.index + 2])
         self.on_host = {"index": index, "sample": sample}
         self.tokens, self.positions, self.index, self.sample, self.targets = (
-            torch.from_numpy(array).to(device) for array in (tokens, positions, index, sample, tokens[index + 1]))
+            on_device(array, device) for array in (tokens, positions, index, sample, tokens[index + 1]))
 
     def own(self) -> Packed:
         """The columns of this rank's stretch of rows."""
@@ -58,7 +59,7 @@ class MicroBatch:
     def rows(self) -> dict[str, torch.Tensor]:
         """[N, *axes] of every per-token column."""
         index = self.on_host["index"]
-        return {name: torch.from_numpy(values[index]).to(self.device) for name, values in self.packed.rows.items()}
+        return {name: on_device(values[index], self.device) for name, values in self.packed.rows.items()}
 
     def segment_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[N, ...] -> [samples, ...]: sums over the trained rows of each sample."""
@@ -67,5 +68,5 @@ class MicroBatch:
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [samples, longest], each sample's followed by zeros, and [samples, longest] bool: where they are."""
         wide = torch.nn.utils.rnn.pad_sequence(list(self.tokens.split(self.lengths)), batch_first=True)
-        lengths = torch.tensor(self.lengths, device=self.device)
+        lengths = on_device(np.array(self.lengths), self.device)
         return wide, torch.arange(wide.shape[1], device=self.device) < lengths[:, None]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from miles_fsdp.adamw import ShardedAdamW
 from miles_fsdp.memory import LAYER
 from miles_fsdp.plugin import FsdpOptions
 
@@ -61,7 +62,7 @@ def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> to
     return (wide.mT if tall else wide).reshape(matrices.shape)
 
 
-class Muon(torch.optim.AdamW):
+class Muon(ShardedAdamW):
     """AdamW whose groups with an `output_axis` are moved by Muon; the state of their parameters is one momentum.
 
     It is one optimizer, so that schedules, checkpoints and hooks find what they find without it.

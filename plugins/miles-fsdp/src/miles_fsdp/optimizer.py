@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from miles_core.config.tables import Optimizer
 from miles_core.errors import ConfigError, HookError, NonFiniteError
 from miles_core.stages.gradients import Gradients, Piece
+from miles_fsdp.adamw import ShardedAdamW, local
 from miles_fsdp.muon import OUTPUTS, Muon, output_axes
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -83,7 +83,7 @@ def optimizer_of(module: torch.nn.Module, options: Optimizer, own: FsdpOptions) 
         for apart, negative, plain, axis in sorted(groups)]
     adam: dict[str, Any] = {"lr": options.lr, "eps": options.adam_eps, "fused": True,
                             "betas": (options.adam_beta1, options.adam_beta2)}
-    return Muon(settings, own, **adam) if options.optimizer == "muon" else torch.optim.AdamW(settings, **adam)
+    return Muon(settings, own, **adam) if options.optimizer == "muon" else ShardedAdamW(settings, **adam)
 
 
 class ShardedGradients:
@@ -92,25 +92,28 @@ class ShardedGradients:
     def __init__(self, model: str, module: torch.nn.Module, ranks: Ranks, clip_grad: float):
         self.model, self.clip_grad, self._ranks = model, clip_grad, ranks
         self.pieces: Sequence[Piece] = [
-            Piece(name.removeprefix("model."), _local(one.grad), _local(one.detach()), counts=True)
+            Piece(name.removeprefix("model."), local(one.grad), local(one).detach(), counts=True)
             for name, one in module.named_parameters() if one.grad is not None]
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         return self._ranks.sums({name: float(value) for name, value in values.items()})
 
     def clip_by_norm(self) -> float:
-        squares = torch.stack([piece.grad.float().square().sum() for piece in self.pieces]).double()
-        norm = math.sqrt(self.sums({"norm": squares.sum()})["norm"])
+        norm = math.sqrt(self.sums({"norm": self._norms().double().square().sum()})["norm"])
         if self.clip_grad and (scale := self.clip_grad / (norm + 1e-6)) < 1:
             torch._foreach_mul_([piece.grad for piece in self.pieces], scale)
         return norm
+
+    def _norms(self) -> torch.Tensor:
+        """[pieces] by a few kernels for all of them: one for each would take the host longer than the device."""
+        return torch.stack(torch._foreach_norm([piece.grad for piece in self.pieces], dtype=torch.float32))
 
     def check_finite(self) -> None:
         """
         Raises:
             NonFiniteError: on every rank, if any of them holds NaN or infinity.
         """
-        finite = torch.stack([torch.isfinite(piece.grad).all() for piece in self.pieces]).tolist()  # asked once
+        finite = self._norms().isfinite().tolist()  # asked once
         names = [piece.name for piece, good in zip(self.pieces, finite, strict=True) if not good]
         if odd := [name for part in self._ranks.gathered(names) for name in part]:
             raise NonFiniteError(f"the gradient of {odd[0]} is not finite", got=f"{len(set(odd))} parameter(s)",
@@ -137,7 +140,3 @@ def update(optimizer: torch.optim.Optimizer, gradients: ShardedGradients, rate: 
     optimizer.step()
     rates = {group.get("lr_mult", 1.0): group["lr"] for group in optimizer.param_groups}
     return {"grad_norm": float(norm)} | {f"lr-pg_{number}": one for number, one in enumerate(rates.values())}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from miles_local.transfer import on_device
 
 from miles_core import packing
 from miles_core.columns import Columns, read_only, trained
@@ -193,7 +194,8 @@ class FsdpTrainer:
         filled: list[tuple[MicroBatch, torch.Tensor]] = []
         model.optimizer.zero_grad()
         for batch in self._micro_batches(samples):
-            weights = torch.tensor([token_weight[id(s)] for s in batch.samples], device=batch.device)[batch.sample]
+            weights = on_device(np.array([token_weight[id(s)] for s in batch.samples], np.float32), batch.device)
+            weights = weights[batch.sample]
             loss, share, log_probs = model.module(
                 batch, lambda scored, weights=weights: objective(scored, weights), self.models.around(name))
             loss.backward()

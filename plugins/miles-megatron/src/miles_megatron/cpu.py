@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from miles_local import rendezvous
@@ -265,12 +264,6 @@ def install() -> None:
 def device() -> torch.device:
     """Where this rank computes: its GPU (see `process_group`), or the CPU."""
     return torch.device("cpu") if no_cuda() else torch.device("cuda", torch.cuda.current_device())
-
-
-def on_device(array: np.ndarray, where: torch.device) -> torch.Tensor:
-    """A copy of an array on a device; from pinned memory, so that neither the host nor the device waits for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else tensor.to(where)
 
 
 def deterministic(wanted: bool) -> None:

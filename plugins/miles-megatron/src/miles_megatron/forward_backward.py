@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from miles_local.transfer import on_device
 
 from miles_core.columns import Columns
 from miles_core.types import Sample
@@ -60,7 +61,7 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
         batch: MicroBatch = next(waiting)
 
         def proceed(packed):
-            tokens = cpu.on_device(packed.rows["tokens"], device).to(torch.int64)[None]
+            tokens = on_device(packed.rows["tokens"], device).to(torch.int64)[None]
             chunk = unwrap_model(module)
             asks = embedding is not None and chunk.pre_process
             replaced = replacement(embedding, batch, chunk, model.folder) if asks else None

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from miles_local.transfer import on_device
 
 from miles_core.columns import Columns, Packed, split
 from miles_core.types import Sample
-from miles_megatron import cpu
 from miles_megatron.packed_layout import ROWS
 
 
@@ -42,7 +42,7 @@ class MicroBatch:
 
     def row(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[N, *axes] of a per-token column, where the model computes."""
-        tensor = cpu.on_device(self.packed.rows[name], self.index.device)[self.index]
+        tensor = on_device(self.packed.rows[name], self.index.device)[self.index]
         return tensor if dtype is None else tensor.to(dtype)
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -97,6 +97,6 @@ def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.Process
     place = places[index]
     sample = np.searchsorted(boundaries, place, side="right") - 1
     first = boundaries[:-1] + np.array([s.length - s.response_length - 1 for s in samples], np.int64)
-    index, sample, offset = (cpu.on_device(np.asarray(x, np.int64), device or torch.device("cpu"))
+    index, sample, offset = (on_device(np.asarray(x, np.int64), device or torch.device("cpu"))
                              for x in (index, sample, place - first[sample]))
     return MicroBatch(packed, boundaries, index, sample, offset, samples, places, group if size > 1 else None)

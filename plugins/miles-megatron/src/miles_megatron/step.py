@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
+from miles_local.transfer import on_device
 
 from miles_core import packing
 from miles_core.columns import Columns, read_only, trained
@@ -267,8 +269,8 @@ class MegatronTrainer:
         shares: dict[str, torch.Tensor] = {}
 
         def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
-            weights = [token_weight[id(sample)] for sample in batch.samples]
-            per_sample = torch.tensor(weights, dtype=torch.float32, device=hidden.device)
+            weights = np.array([token_weight[id(sample)] for sample in batch.samples], np.float32)
+            per_sample = on_device(weights, hidden.device)
             scored = Scored(model, hidden, batch, self.temperature)
             value, share = objective(scored, batch, per_sample[batch.sample])
             for key, term in share.items():  # where they were computed: a number would wait for the device

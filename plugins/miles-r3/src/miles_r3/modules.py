@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from miles_local.transfer import on_device
 from torch.overrides import TorchFunctionMode
 
 from miles_core.errors import TrainError
@@ -76,7 +77,7 @@ class ModuleRouters(Routers):
             yield
 
     def _mine(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
+        return on_device(rows, self._device)
 
     def forget(self) -> None:
         self._last = None

@@ -20,7 +20,7 @@ from miles_core.types import Sample
 from miles_r3.columns import BYTE_NONE, PLACE, ROUTES
 
 PIECE = 2**20
-"""Positions whose recorded experts are exchanged at once, a layer at a time."""
+"""Positions whose recorded experts are exchanged at once, a layer at a time; experts that are counted at once."""
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
 """Scores [T, topk] and experts [T, topk]."""
@@ -34,6 +34,7 @@ class Forward:
         routes: [T, layers, topk], as the column has them, of this rank's T rows, None where every token chooses freely.
         place: [T] int64 number of the row among the rollout's positions, -1 of rows that predict nothing.
         gradient: a backward pass will follow.
+        chosen: free choices [T, topk] of the layers that are to be counted, with their numbers.
     """
 
     routes: torch.Tensor | None
@@ -41,6 +42,18 @@ class Forward:
     gradient: bool
     counts: Counts | None = None
     recorded: Recorded | None = None
+    chosen: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    experts: int = 0
+
+    def settle(self) -> None:
+        """Count the layers of a forward that is over: many in each kernel, as the host would be late with one each."""
+        if self.counts is None or self.routes is None or self.place is None or not self.chosen:
+            return
+        size = max(1, PIECE // self.chosen[0][1].numel())
+        for some in (self.chosen[first : first + size] for first in range(0, len(self.chosen), size)):
+            recorded = numbers(self.routes[:, [layer for layer, _ in some]])
+            free = numbers(torch.stack([experts for _, experts in some], 1))
+            self.counts.add(recorded, free, self.experts, self.place[:, None] >= 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +63,12 @@ class Counts:
 
     totals: torch.Tensor | None = None
 
-    def add(self, recorded: torch.Tensor, free: torch.Tensor, known: torch.Tensor, real: torch.Tensor) -> None:
-        """One layer's of a micro-batch: [T, topk] experts, [T] masks."""
+    def add(self, recorded: torch.Tensor, free: torch.Tensor, experts: int, real: torch.Tensor) -> None:
+        """Some layers' of a micro-batch: [T, layers, topk] of so many experts; [T, 1] mask."""
         ours, theirs = free.sort(-1).values, recorded.sort(-1).values
-        known = known & real
-        twice = (theirs[:, 1:] == theirs[:, :-1]).any(-1) & known
+        real = real.expand(recorded.shape[:2])
+        known = exists(recorded, experts) & real
+        twice = (theirs[..., 1:] == theirs[..., :-1]).any(-1) & known
         beyond = (recorded >= 0).all(-1) & real & ~known
         each = (real, known, (ours != theirs).any(-1) & known, twice | beyond)
         counts = torch.stack([one.sum() for one in each])
@@ -97,12 +111,17 @@ def replayed(layer: int, scores: torch.Tensor, free: torch.Tensor, recorded: tor
         raise TrainError(f"the router of layer {layer} has other rows than its micro-batch", who="plugin r3",
                          got=f"{list(free.shape)} scores, {list(recorded.shape)} routes", code="r3-rows-mismatch",
                          fix="report the layout of this run; the plugin does not support its order of rows")
+    if counted is not None and counted.counts is not None:
+        counted.experts = scores.shape[1]
+        counted.chosen.append((layer, free.to(recorded.dtype)))
     recorded = numbers(recorded)
-    known = ((recorded >= 0) & (recorded < scores.shape[1])).all(-1)
-    if counted is not None and counted.counts is not None and counted.place is not None:
-        counted.counts.add(recorded, free, known, counted.place >= 0)
-    chosen = torch.where(known[:, None], recorded, free)
+    chosen = torch.where(exists(recorded, scores.shape[1])[:, None], recorded, free)
     return scores.gather(1, chosen), chosen
+
+
+def exists(recorded: torch.Tensor, experts: int) -> torch.Tensor:
+    """Of rows [..., topk], whether there are all of their experts."""
+    return ((recorded >= 0) & (recorded < experts)).all(-1)
 
 
 def numbers(routes: torch.Tensor) -> torch.Tensor:
@@ -142,11 +161,12 @@ class Routers:
             routes, place: [T, layers, topk] and [T] of the rows that context parallelism leaves this rank.
             replay: False for models that choose freely.
         """
-        self.under_way = self._made(routes, place) if replay else Forward(None, None, False)
+        self.under_way = under_way = self._made(routes, place) if replay else Forward(None, None, False)
         try:
             yield
         finally:
             self.under_way = None
+        under_way.settle()
 
     def _made(self, routes: np.ndarray | None, place: np.ndarray | None) -> Forward:
         gradient = torch.is_grad_enabled()

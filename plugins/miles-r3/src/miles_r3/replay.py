@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from miles_local.transfer import on_device
 from miles_megatron import cpu
 
 from miles_core.errors import TrainError
@@ -107,7 +108,7 @@ class MegatronRouters(Routers):
         """The part of the rows [T, ...] that this tensor-parallel rank's routers see, where they compute."""
         size = len(rows) // self._parts
         first = size * parallel_state.get_tensor_model_parallel_rank() if self._parts > 1 else 0
-        return torch.from_numpy(np.ascontiguousarray(rows[first : first + size])).to(cpu.device())
+        return on_device(rows[first : first + size], cpu.device())
 
     def forget(self) -> None:
         for one in self._replays:
