@@ -35,13 +35,18 @@ class Burst:
             bodies = [{"input_ids": list(group.prompt.token_ids), "return_logprob": True,
                        "sampling_params": {"temperature": 1.0, "max_new_tokens": sample.response_length,
                                            "ignore_eos": True}} for group in groups for sample in group.samples]
-            begin = time.perf_counter()
-            with ThreadPoolExecutor(len(bodies)) as pool:
-                list(pool.map(lambda body: asked(ports[-1], body), bodies))
+            seconds = [timed(ports[-1], bodies) for _ in range(2)]  # the first may compile
             (self.run_dir / "burst.json").write_text(json.dumps({
-                "seconds": time.perf_counter() - begin,
-                "tokens": sum(body["sampling_params"]["max_new_tokens"] for body in bodies)}))
+                "seconds": min(seconds), "tokens": sum(body["sampling_params"]["max_new_tokens"] for body in bodies)}))
         return groups
+
+
+def timed(port: str, bodies: list[dict]) -> float:
+    """Seconds until all are answered."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        list(pool.map(lambda body: asked(port, body), bodies))
+    return time.perf_counter() - begin
 
 
 def asked(port: str, body: dict) -> bytes:

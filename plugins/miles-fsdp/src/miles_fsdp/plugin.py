@@ -32,7 +32,7 @@ class FsdpOptions:
         flags=("--gradient-checkpointing",))
     torch_compile: bool = option(
         False, "Compile each layer of text with torch.compile: norms, ropes, gates and sums become a few kernels. The "
-        "first micro-batch takes a minute longer.", flags=("--torch-compile",))
+        "first steps take half a minute longer.", flags=("--torch-compile",))
     torch_compile_backend: Literal["inductor", "aot_eager", "eager"] = option(
         "inductor", "Of --torch-compile. The others compile nothing, and show whether layers can be traced.",
         flags=("--torch-compile-backend",))
