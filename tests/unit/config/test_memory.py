@@ -218,6 +218,23 @@ def test_the_plan_says_it_for_gpus_only(large, monkeypatch):
     assert "2 GPUs fits" in verdict and count == pytest.approx(66.25 * memory.GIB / each, rel=0.01)
 
 
+def test_the_plan_says_where_a_trainer_need_not_leave(large):
+    """Where an engine beside its state has room for all answers at once; the tokens count, and so does the GPU."""
+    shared = replace(on(large, 140), perf=replace(on(large, 140).perf, colocate=True, offload_train=True))
+    batch = replace(large.rollout, engine="sglang", rollout_batch_size=32, n_samples_per_prompt=8)
+    last = memory.lines(replace(shared, rollout=batch))[-1]
+    parts = estimate.trainer(shared, estimate.dimensions_of(shared))
+    moved, each = parts["weights"] + parts["optimizer"], 2 * 36 * 2 * 8 * 128
+    left = (140 * memory.GIB - memory.OUTSIDE - moved - parts["gradients"]) * 0.9 - parts["weights"]
+    assert f"--no-offload-train {moved / memory.GIB:.1f} GiB" in last
+    assert int(last.split()[-2].replace(",", "")) == pytest.approx(left / each, rel=0.001)
+    for other in (replace(batch, rollout_max_response_len=2048), replace(batch, rollout_batch_size=64)):
+        assert "no-offload-train" not in memory.lines(replace(shared, rollout=other))[-1]
+    for gib, offload in ((80, True), (140, False)):
+        config = replace(shared, rollout=batch, perf=replace(shared.perf, gpu_memory_gib=gib, offload_train=offload))
+        assert "no-offload-train" not in memory.lines(config)[-1]
+
+
 V3 = {"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
       "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
       "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3,

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from miles_core.config.hardware import gpus
+from miles_core.config.hardware import gpus, trainer_gpus
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
@@ -166,7 +166,26 @@ def lines(config: RunConfig) -> list[str]:
             verdict = (f"fits, with room for {most / engine_weights.cache(config, model):,.0f} tokens"
                        f"{'' if fraction else ' at most'}" if most > 0 else "does not fit")
             rows.append(f"  an engine on {config.perf.rollout_num_gpus_per_engine} GPUs {verdict}")
+            rows += _both(config, model, capacity)
     return ["", "memory of a GPU, estimated", *rows] if rows else []
+
+
+def _both(config: RunConfig, model: ModelDimensions, capacity: float) -> Iterator[str]:
+    """That a trainer which leaves the GPU for each rollout could stay, where an engine beside it has room for all
+    answers that it may have at once."""
+    perf, rollout, parts = config.perf, config.rollout, trainer(config, model)
+    if config.debug.debug_train_only or not (perf.colocate and perf.offload_train):
+        return
+    state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "optimizer"))
+    weights, _ = engine(config, model)
+    room = (capacity - OUTSIDE - state) * (1 - TOLERANCE) - weights
+    engines = max(1, trainer_gpus(config) // perf.rollout_num_gpus_per_engine)
+    answers = (rollout.rollout_batch_size or 1) * rollout.n_samples_per_prompt / engines
+    tokens = room / engine_weights.cache(config, model)
+    if tokens > answers * rollout.rollout_max_response_len:
+        moved = state - parts.get("gradients", 0.0)
+        yield (f"  both     fit: with --no-offload-train {moved / GIB:.1f} GiB stay that a rollout moves out and back, "
+               f"and an engine has room for {tokens:,.0f} tokens")
 
 
 def staging(config: RunConfig) -> float | None:
