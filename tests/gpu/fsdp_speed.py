@@ -16,10 +16,10 @@ import json
 import shlex
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from trainer_speed import PEAK, QWEN3, RUN, SHAPES, in_process, profiled, rollout
+from ranks import Case
+from trainer_speed import PEAK, QWEN3, RUN, SHAPES, in_process, rollout
 
 SHAPES = SHAPES | {"tiny": QWEN3 | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
                                     "intermediate_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True}}
@@ -28,10 +28,10 @@ AGAIN = {"megatron": "--recompute-granularity full", "fsdp": "--gradient-checkpo
 
 
 def random_weights() -> None:
-    """Have both trainers keep weights that were drawn where they train: there are no files."""
+    """Have the trainer fsdp keep weights that were drawn where they train: there are no files. (Case does it for
+    Megatron's.)"""
     import miles_fsdp.models
     import torch
-    from miles_megatron.model_on_rank import ModelOnRank
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def drawn(folder: str, options, dtype, **_body: bool):
@@ -42,60 +42,31 @@ def random_weights() -> None:
         return model.eval()
 
     miles_fsdp.models.read = drawn
-    ModelOnRank.fill = lambda self, source: None
 
 
 def measure(shape: str, trainer: str, tokens: int, length: int, steps: int, flags: list[str], *, micro_batches: int,
             profile: bool) -> dict[str, object]:
-    """One case, in this process."""
-    import torch
+    """One case, in this process. The first step pays for kernels that are chosen and compiled."""
     from miles_megatron import estimate
 
-    from miles_core.build import trainer_part
     from miles_core.config.architecture import architecture_of
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
 
-    folder, gpu = Path(tempfile.mkdtemp()), torch.cuda.is_available()
+    folder, whole = Path(tempfile.mkdtemp()), tokens * micro_batches
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
                                                 groups=micro_batches * tokens // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", "--trainer", trainer, *flags])
     random_weights()
-    part = trainer_part(list(plan.selected), plan.config, Rank())
-    part.load()
-    whole, seconds, traces = tokens * micro_batches, [], []
-
-    def step() -> None:
-        nonlocal metrics
-        begin = time.perf_counter()
-        metrics = part.step(0)
-        if gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-
-    metrics: dict[str, float] = {}
-    for index in range(steps + profile):  # the first pays for kernels that are chosen and compiled
-        part.take_batch(rollout(whole, length))
-        part.score()
-        part.advantage()
-        if gpu and index == 1:
-            torch.cuda.reset_peak_memory_stats()
-        if index == steps:
-            profiled(step, traces)
-        else:
-            step()
-        part.end_batch()
+    case = Case(plan.selected, plan.config, Rank())
+    figures = case.train(rollout(whole, length), steps, profile)[0]
     size = architecture_of(plan.config)
-    met = estimate.active_parameters(size)
-    once = estimate.flops(length, parameters=met, attention=size.attention) * (whole // length)
-    fastest = min(seconds[1:steps])
-    part.close()
-    return {"tokens_per_s": round(whole / fastest), "mfu": round(once / fastest / PEAK, 4),
-            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if gpu else None,
-            "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"],
-            "log_probs": metrics.get("rollout/log_probs"), "seconds": [round(one, 4) for one in seconds],
-            "profile": traces}  # fmt: skip
+    once = estimate.flops(length, parameters=estimate.active_parameters(size), attention=size.attention)
+    fastest = min(figures["seconds"]["step"][1:steps])
+    case.trainer.close()
+    return {"tokens_per_s": round(whole / fastest), "mfu": round(once * (whole // length) / fastest / PEAK, 4),
+            "peak_gb": round(figures["peak"] / 1e9, 2), **figures}
 
 
 def main() -> int:
