@@ -110,7 +110,7 @@ def turn(trainer, sync: float, work) -> dict[str, float]:
 def bandwidth(size: int = 2**30) -> tuple[float, float]:
     """Bytes a second of one pinned copy to the host and back, best of five; 0 without a GPU."""
     import torch
-    from miles_megatron.host_memory import host_memory
+    from miles_local.transfer import host_memory
 
     if not torch.cuda.is_available():
         return 0.0, 0.0

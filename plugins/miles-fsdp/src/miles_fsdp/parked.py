@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
+from miles_local.transfer import host_memory
 
-logger = logging.getLogger(__name__)
+from miles_fsdp.adamw import local
 
 
 class Parked:
@@ -28,7 +26,7 @@ class Parked:
         for name, on_device in leaving.items():
             copy = self._copies.get(name)
             if copy is None or copy.nbytes != on_device.nbytes:
-                self._copies[name] = copy = _host_memory(on_device)
+                self._copies[name] = copy = host_memory(on_device.nbytes, on_device.is_cuda)
             copy.copy_(on_device, non_blocking=True)
         _finish(leaving)
         for name, on_device in leaving.items():
@@ -47,21 +45,8 @@ class Parked:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All of the storage that this rank's part of a tensor lies in, as uint8."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.detach().untyped_storage())
-
-
-def _host_memory(like: torch.Tensor) -> torch.Tensor:
-    """Pinned where there is a GPU, but not by torch's allocator, whose pieces are powers of two."""
-    copy = torch.empty(like.nbytes, dtype=torch.uint8)
-    if like.is_cuda and copy.nbytes:
-        runtime, address = torch.cuda.cudart(), copy.data_ptr()
-        if int(runtime.cudaHostRegister(address, copy.nbytes, 0)):
-            logger.warning("%.1f GiB of host memory cannot be pinned, so copies are slow: raise ulimit -l",
-                           copy.nbytes / 2**30)
-        else:  # memory that is freed while it is pinned would go on being what the GPU writes to
-            weakref.finalize(copy, runtime.cudaHostUnregister, address).atexit = False
-    return copy
+    mine = local(tensor).detach()
+    return torch.empty(0, dtype=torch.uint8, device=mine.device).set_(mine.untyped_storage())
 
 
 def _finish(copies: Mapping[str, torch.Tensor]) -> None:

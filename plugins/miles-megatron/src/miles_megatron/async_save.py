@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from miles_local import rendezvous
+from miles_local.transfer import host_memory
 
 from miles_core.errors import WaitError
-from miles_megatron.host_memory import host_copy, host_memory, synchronise
+from miles_megatron.host_memory import host_copy, synchronise
 
 logger = logging.getLogger(__name__)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import threading
-import weakref
 from collections.abc import Iterator
 
 import torch
+from miles_local.transfer import pin
 
 from miles_megatron import cpu
-
-logger = logging.getLogger(__name__)
 
 BLOCK = 2**30
 """Bytes that are pinned at once. A copy does not cross from one to the next, which the driver refuses."""
@@ -32,30 +29,11 @@ def host_copy(source: torch.Tensor, into: torch.Tensor | None = None) -> torch.T
     return copy
 
 
-def host_memory(size: int, pinned: bool) -> torch.Tensor:
-    """So many bytes of host memory, pinned for as long as this tensor lives."""
-    made = torch.empty(size, dtype=torch.uint8)
-    if pinned and size:
-        _pin(made)
-    return made
-
-
 def _host(like: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(like, device="cpu")
     if like.is_cuda and made.numel():
-        _pin(made)
+        pin(made)
     return made
-
-
-def _pin(tensor: torch.Tensor) -> None:
-    """Pinned until it is freed. torch's own pinned memory comes in powers of two: 9 GiB would take 16."""
-    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
-        logger.warning("%.1f GiB of host memory cannot be pinned, so copies are slow: raise ulimit -l",
-                       tensor.nbytes / 2**30)
-        return
-    # Memory that is freed while it is pinned would go on being what the GPU writes to.
-    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
 
 
 def synchronise() -> None:
@@ -127,5 +105,5 @@ def _block(size: int) -> torch.Tensor:
     if not cpu.no_cuda():
         memory.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to find and to pin
         block.zero_()  # by all of torch's threads, where the driver would touch page after page
-        _pin(block)
+        pin(block)
     return block
