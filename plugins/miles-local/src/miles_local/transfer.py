@@ -26,7 +26,7 @@ def host_memory(size: int, pinned: bool) -> torch.Tensor:
 
 
 def pin(tensor: torch.Tensor) -> None:
-    """Pin a tensor's memory until it is freed. torch's own pinned memory comes in powers of two: 9 GiB would take 16."""
+    """Pin a tensor's memory until it is freed. What torch pins comes in powers of two: 9 GiB would take 16."""
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
     if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
         logger.warning("%.1f GiB of host memory cannot be pinned, so copies are slow: raise ulimit -l",
