@@ -38,6 +38,8 @@ SHARD_BYTES = 5 * 10**9
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 """One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
 
+LAYER = re.compile(r"\.layers\.\d+\.")
+"""In the names of parameters of one of several layers, those for drafting included."""
 _LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+(?:-\d+)?)\.")
 _GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+(?:-\d+)?)$")
 """Transformer Engine's grouped experts: one module holds the same layer of all of a rank's experts."""
@@ -343,6 +345,11 @@ def global_parameters(model: Model, *, stacked: bool = False) -> dict[str, torch
             name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
             parameters[_EXPERT.sub(lambda match: _counted(match[1], first), name)] = parameter  # noqa: B023
     return parameters
+
+
+def of_all_experts(name: str) -> str:
+    """The name of a parameter without the number of its expert."""
+    return _EXPERT.sub(".local_experts.", name)
 
 
 def _counted(experts: str, first: int) -> str:
