@@ -22,8 +22,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, d
 RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4",
        "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--rollout-max-response-len", "41", "--no-bf16",
        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96", "--trainer-host", "process", "--advantage-estimator",
-       "grpo", "--no-rewards-normalization", "--lr", "2e-3", "--weight-decay", "0.1", "--optimizer", "muon",
-       "--muon-extra-scale-factor", "0.2")  # fmt: skip
+       "grpo", "--no-rewards-normalization", "--lr", "5e-4", "--weight-decay", "0.1", "--optimizer", "muon")  # fmt: skip
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
 LAYOUTS = {
     "tp2": (2, "qwen3", TP, 2),

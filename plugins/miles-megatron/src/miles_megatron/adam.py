@@ -45,7 +45,7 @@ def moments_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tup
 def prepare(optimizer: torch.optim.Adam, parameter: torch.Tensor) -> dict:
     """A parameter's state, made as it is before the first step where there is none."""
     state = optimizer.state[parameter]
-    state.setdefault("step", torch.tensor(0.0))
+    state.setdefault("step", torch.zeros((), device=parameter.device))
     for name in moments_of(optimizer, parameter):
         if name not in state:
             state[name] = torch.zeros_like(parameter)

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from miles_core.errors import ConfigError
 from miles_local.muon import MOMENTUM, Steps
 from miles_megatron import cpu, tensor_merges
 from miles_megatron.adam import AdamW, prepare
 from miles_megatron.ownership import hf_shapes, hf_tensors, shard
-from miles_megatron.shards import few
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.weights import LAYER, global_parameters, instances, of_all_experts
 
@@ -59,21 +57,12 @@ class Matrices:
 
 
 def matrices_of(chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, Matrices]:
-    """What Muon moves, by what an optimizer updates: matrices of layers, routers included, as trainer fsdp has them.
-
-    Raises:
-        ConfigError: matrices without a rule, such as adapters.
-    """
+    """By what an optimizer updates, what Muon moves: matrices of layers, routers and adapters included."""
     weight_map = unwrap_model(chunks[0]).weight_map
-    rules = {name: rule for name, rule, _ in instances(weight_map)}
-    trained = {name: one for name, one in global_parameters(chunks).items()
-               if one.requires_grad and one.ndim == 2 and LAYER.search(name)}
-    if unknown := sorted(trained.keys() - rules.keys()):
-        raise ConfigError("Muon moves tensors of the checkpoint, and these are none", got=few(unknown, 4),
-                          who="--optimizer muon", fix="--optimizer adam, or --trainer fsdp", code="muon-without-rule")
+    rules = {name: rule for name, rule, _ in instances(weight_map)
+             if LAYER.search(name) and (rule.experts or all(theirs.endswith(".weight") for theirs in rule.hf))}
     return {getattr(one, "main_param", one): Matrices(of_all_experts(name), one, rules[name], weight_map)
-            for name, one in trained.items()
-            if rules[name].experts or all(theirs.endswith(".weight") for theirs in rules[name].hf)}
+            for name, one in global_parameters(chunks).items() if name in rules and one.ndim == 2}
 
 
 class Muon(AdamW):

@@ -182,6 +182,8 @@ def make_optimizer(
             overlap_param_gather=options.overlap_param_gather,
             muon_fp32_matmul_prec="medium" if config.bf16 else "highest",
         ))  # fmt: skip
+        if muon and settings.use_distributed_optimizer:
+            raise ValueError("use_distributed_optimizer cuts parameters where Muon needs whole matrices")
         optimizer = get_megatron_optimizer(settings, list(chunks), _own_rates(settings, chunks))
     if muon:
         take_over(optimizer, chunks, settings)
