@@ -7,6 +7,7 @@ its tensor-parallel ranks, whole on all of them, and each keeps its part of the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,15 @@ from miles_megatron import cpu, tensor_merges
 from miles_megatron.adam import AdamW, prepare
 from miles_megatron.ownership import hf_shapes, hf_tensors, shard
 from miles_megatron.specs import Rule, WeightMap
-from miles_megatron.weights import LAYER, global_parameters, instances, of_all_experts
+from miles_megatron.weights import global_parameters, instances, of_all_experts
 
 cpu.install()
 
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig  # noqa: E402 - after install()
 from megatron.core.utils import unwrap_model  # noqa: E402
+
+NUMBER = re.compile(r"\.\d+\.")
+"""In the names of what belongs to one of several layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,11 @@ class Matrices:
 
 
 def matrices_of(chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, Matrices]:
-    """By what an optimizer updates, what Muon moves: matrices of layers, routers and adapters included."""
+    """By what an optimizer updates, what Muon moves: by the checkpoint's names what the trainer fsdp chooses, matrices
+    of numbered layers, routers and adapters included."""
     weight_map = unwrap_model(chunks[0]).weight_map
-    rules = {name: rule for name, rule, _ in instances(weight_map)
-             if LAYER.search(name) and (rule.experts or all(theirs.endswith(".weight") for theirs in rule.hf))}
+    rules = {ours: rule for ours, rule, names in instances(weight_map)
+             if all(NUMBER.search(one) and (rule.experts or one.endswith(".weight")) for one in names)}
     return {getattr(one, "main_param", one): Matrices(of_all_experts(name), one, rules[name], weight_map)
             for name, one in global_parameters(chunks).items() if name in rules and one.ndim == 2}
 

@@ -38,8 +38,6 @@ SHARD_BYTES = 5 * 10**9
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 """One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
 
-LAYER = re.compile(r"\.layers\.\d+\.")
-"""In the names of parameters of one of several layers, those for drafting included."""
 _LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+(?:-\d+)?)\.")
 _GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+(?:-\d+)?)$")
 """Transformer Engine's grouped experts: one module holds the same layer of all of a rank's experts."""
