@@ -96,3 +96,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(flags, train, tmp_path):
     train(1, "qwen3", *flags, which=slice(0, 2), save=tmp_path)
     resumed = train(1, "qwen3", *flags, "--load", tmp_path, which=slice(2, 3))
     assert gap(resumed, straight) == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ("one", "tp2"), ("tp2", "pp2"), ("pp2", "dp2"), ("dp2", "one"), ("one-moe", "ep2"), ("ep2", "one-moe"),
+    ("ep2", "tp2-moe")])
+def test_a_checkpoint_goes_from_layout_to_layout(first, second, train, alone, tmp_path):
+    def run(name, *flags, **more):
+        size, kind, *layout = LAYOUTS.get(name, (1, "qwen3_moe" if "moe" in name else "qwen3"))
+        return train(size, kind, *layout, *flags, **more)
+
+    expected = alone(LAYOUTS[first if first in LAYOUTS else second][1])
+    run(first, which=slice(0, 2), save=tmp_path)
+    resumed = run(second, "--load", tmp_path, which=slice(2, 3))
+    print(f"\n{first} to {second}: weights {gap(resumed, expected):.1e}")
+    assert gap(resumed, expected) <= WEIGHTS

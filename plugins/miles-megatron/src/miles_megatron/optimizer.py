@@ -342,13 +342,21 @@ def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
     common = {key: value for key, value in state.items() if not isinstance(key, int)}
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     if len(parts) == 1:
-        return {**numbered.get(0, {}), **common} if numbered else state
-    if "optimizer" not in common:
+        return _fitted(parts[0], common, numbered[0]) if numbered else state
+    if "optimizer" not in common and "param_groups" not in common:
         return state
-    by_optimizer = {}
-    for number, part in enumerate(parts):
-        expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
-        one = {**common, **numbered.get(number, {})}
-        groups = [{**group, "is_expert_parallel": expert} for group in one["optimizer"]["param_groups"]]
-        by_optimizer[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
-    return by_optimizer
+    return {number: _fitted(part, numbered.get(number, {}), common) for number, part in enumerate(parts)}
+
+
+def _fitted(part: MegatronOptimizer, sharded: dict, saved: dict) -> dict:
+    """What one optimizer loads, of what it asked for and of what is common to all that were saved."""
+    asked, common = sharded.get("optimizer", sharded), saved.get("optimizer", saved)
+    expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
+    if "param_groups" not in asked:  # the distributed optimizer asks for tensors alone
+        groups = [{**group, "is_expert_parallel": expert} for group in common["param_groups"]]
+        return {**saved, **sharded, "optimizer": {**common, "param_groups": groups}}
+    step = {"step": group["step"] for group in common["param_groups"] if "step" in group}  # a fused Adam's
+    inner = {"param_groups": [{**ours, **step, "params": theirs["params"]} for ours, theirs in
+                              zip(part.optimizer.param_groups, asked["param_groups"], strict=True)],
+             "state": {**common["state"], **asked["state"]}}
+    return {**sharded, "optimizer": inner} if "optimizer" in sharded else inner
