@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from miles_local.muon import MOMENTUM, Steps
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from miles_fsdp.memory import LAYER
 from miles_fsdp.plugin import FsdpOptions
-from miles_local.muon import MOMENTUM, Steps
 
 OUTPUTS = "output_axis"
 """Of an optimizer's groups: matrices, [rows, columns] or stacks of them, of which this axis counts outputs."""

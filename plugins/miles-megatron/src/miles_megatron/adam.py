@@ -7,7 +7,6 @@ import inspect
 
 import torch
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of a parameter's gradients."""
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-
 from miles_local.muon import MOMENTUM, Steps
+
 from miles_megatron import cpu, tensor_merges
 from miles_megatron.adam import AdamW, prepare
 from miles_megatron.ownership import hf_shapes, hf_tensors, shard

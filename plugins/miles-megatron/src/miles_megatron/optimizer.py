@@ -175,9 +175,9 @@ def make_optimizer(
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
             OptimizerConfig, overrides,
-            optimizer="adam" if muon else options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
-            clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            optimizer="adam" if muon else options.optimizer, lr=options.lr, min_lr=options.min_lr,
+            weight_decay=options.weight_decay, adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2,
+            adam_eps=options.adam_eps, clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
             muon_fp32_matmul_prec="medium" if config.bf16 else "highest",
@@ -355,8 +355,8 @@ def _fitted(part: MegatronOptimizer, sharded: dict, saved: dict) -> dict:
     if "param_groups" not in asked:  # the distributed optimizer asks for tensors alone
         groups = [{**group, "is_expert_parallel": expert} for group in common["param_groups"]]
         return {**saved, **sharded, "optimizer": {**common, "param_groups": groups}}
-    step = {"step": group["step"] for group in common["param_groups"] if "step" in group}  # a fused Adam's
-    inner = {"param_groups": [{**ours, **step, "params": theirs["params"]} for ours, theirs in
+    counts = [{"step": group["step"]} for group in common["param_groups"] if "step" in group]  # a fused Adam's
+    inner = {"param_groups": [{**ours, **(counts or [{}])[0], "params": theirs["params"]} for ours, theirs in
                               zip(part.optimizer.param_groups, asked["param_groups"], strict=True)],
              "state": {**common["state"], **asked["state"]}}
     return {**sharded, "optimizer": inner} if "optimizer" in sharded else inner
