@@ -350,13 +350,13 @@ def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
 
 def _fitted(part: MegatronOptimizer, sharded: dict, saved: dict) -> dict:
     """What one optimizer loads, of what it asked for and of what is common to all that were saved."""
-    asked, common = sharded.get("optimizer", sharded), saved.get("optimizer", saved)
+    template, common = sharded.get("optimizer", sharded), saved.get("optimizer", saved)
     expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
-    if "param_groups" not in asked:  # the distributed optimizer asks for tensors alone
+    if "param_groups" not in template:  # the distributed optimizer asks for tensors alone
         groups = [{**group, "is_expert_parallel": expert} for group in common["param_groups"]]
         return {**saved, **sharded, "optimizer": {**common, "param_groups": groups}}
     counts = [{"step": group["step"]} for group in common["param_groups"] if "step" in group]  # a fused Adam's
     inner = {"param_groups": [{**ours, **(counts or [{}])[0], "params": theirs["params"]} for ours, theirs in
-                              zip(part.optimizer.param_groups, asked["param_groups"], strict=True)],
-             "state": {**common["state"], **asked["state"]}}
+                              zip(part.optimizer.param_groups, template["param_groups"], strict=True)],
+             "state": {**common["state"], **template["state"]}}
     return {**sharded, "optimizer": inner} if "optimizer" in sharded else inner
