@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron.testing.ranks import batches
+from miles_testing import trainer_contract
 
 from miles_core.errors import CheckpointError, ConfigError, MilesError
 from miles_core.plugins.plan import prepare
@@ -190,3 +191,8 @@ def test_the_plan_has_no_distributed_optimizer_and_says_so(plan):
     assert muon.config.surface("megatron")["use_distributed_optimizer"] is False
     assert any("use_distributed_optimizer is off" in note for note in muon.notes)
     assert "use_distributed_optimizer" not in adam.config.surface("megatron")
+
+
+@pytest.mark.full
+def test_the_trainer_keeps_its_contract():
+    trainer_contract("megatron", options={"optimizer.optimizer": "muon"})
