@@ -1,4 +1,4 @@
-"""Muon: directions of matrices, which parameters it moves, the same steps on any number of ranks, runs that go on."""
+"""Muon: which parameters it moves, the plain algorithm's steps on any number of ranks, runs that go on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from miles_fsdp.muon import QUINTIC, Muon, orthogonalized, output_axes
+from miles_fsdp.muon import Muon, output_axes
 from miles_fsdp.plugin import FsdpOptions
+from miles_local.muon import QUINTIC
 from miles_megatron.testing.ranks import batches
 from miles_testing import tiny_checkpoint, trainer_contract
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,25 +76,6 @@ def exact(matrices, steps):
 
 def gap(ours, theirs):
     return max(np.abs(ours["weights"][name] - value).max() for name, value in theirs["weights"].items())
-
-
-@pytest.mark.parametrize("steps", [1, 5, 7])
-@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (40, 12), (12, 40), (1, 30), (3, 40, 12), (3, 12, 40)])
-def test_a_matrix_and_each_of_a_stack_is_what_the_polynomials_make_of_its_singular_values(shape, steps):
-    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-4
-    expected = exact(matrices, steps)
-    torch.testing.assert_close(orthogonalized(matrices, steps, torch.float32).double(), expected, rtol=0, atol=2e-5)
-    low = orthogonalized(matrices, steps, torch.bfloat16)
-    assert low.dtype == torch.bfloat16
-    torch.testing.assert_close(low.double(), expected, rtol=0, atol=0.05)
-
-
-def test_five_steps_bring_all_singular_values_near_one():
-    """And nothing stays nothing, which a step on gradients of 0 asks for."""
-    ones = torch.linalg.svdvals(orthogonalized(torch.randn(48, 32, generator=torch.Generator().manual_seed(0)), 5,
-                                               torch.float32))
-    assert ones.min() > 0.6 and ones.max() < 1.25
-    assert not orthogonalized(torch.zeros(4, 3), 5, torch.bfloat16).any()
 
 
 @pytest.mark.parametrize(("nesterov", "scale", "axis"), [
@@ -208,7 +190,6 @@ def test_the_trainer_keeps_its_contract():
 
 
 @pytest.mark.parametrize(("flags", "code", "fact"), [
-    (("--trainer", "megatron"), "megatron-without-muon", "--trainer fsdp"),
     (("--muon-tp-mode", "blockwise"), "megatron-flag-not-applicable", "whole"),
     (("--muon-num-ns-steps", "0"), "option-out-of-range", "0"),
     (("--muon-scale-mode", "largest"), "option-wrong-type", "unit_rms_norm"),

@@ -154,6 +154,17 @@ def test_ranks_share_what_the_layout_splits():
     assert estimate.trainer(away, described(False, 4))["optimizer"] == 0
 
 
+def test_muon_has_one_momentum_of_each_matrix_of_a_layer(built):
+    """And of norms in the estimate: 128 numbers of thousands each. The rest has two moments."""
+    adam = RunConfig()
+    muon = replace(adam, optimizer=replace(adam.optimizer, optimizer="muon"))
+    model = described(True, 4)
+    spared = estimate.trainer(adam, model)["optimizer"] - estimate.trainer(muon, model)["optimizer"]
+    named = built(True, 4).named_parameters()
+    matrices = sum(one.numel() for name, one in named if ".layers." in name and one.ndim == 2)
+    assert spared == pytest.approx(4 * matrices, rel=2e-3) and spared >= 4 * matrices
+
+
 def test_small_moments_leave_less_of_the_optimizer():
     """A fused Adam with moments in bfloat16 keeps 16 bits of the fp32 master beside a bfloat16 weight."""
     small = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}

@@ -1,4 +1,4 @@
-"""Muon: a matrix of a hidden layer moves along its momentum made orthogonal (arXiv:2502.16982), and all else by AdamW.
+"""Muon of sharded parameters: matrices of hidden layers by miles_local.muon, and all else by AdamW.
 
 The rows of a matrix lie on different ranks, and its singular values belong to the whole. So each matrix is gathered on
 one rank, as many of them at a time as there are ranks, by one all-to-all, and its rows go back by another: no rank
@@ -8,13 +8,13 @@ sharded between matrices, and stay where they are.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from miles_local.muon import MOMENTUM, Steps
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -22,9 +22,6 @@ from miles_fsdp.adamw import ShardedAdamW
 from miles_fsdp.memory import LAYER
 from miles_fsdp.plugin import FsdpOptions
 
-QUINTIC = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
-           (2.8366, -3.0525, 1.2012))
-"""a, b, c of a s + b s^3 + c s^5, by which each step moves singular values towards 1: those of Megatron-LM's Muon."""
 OUTPUTS = "output_axis"
 """Of an optimizer's groups: matrices, [rows, columns] or stacks of them, of which this axis counts outputs."""
 
@@ -46,22 +43,6 @@ def output_axes(module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
     return axes
 
 
-def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """U p(S) V^T of matrices U S V^T, with p(S) around 1, by steps of Newton and Schulz.
-
-    Args:
-        matrices: [rows, columns], or a stack of them.
-        dtype: of the products, and of what is returned.
-    """
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    wide = (matrices.mT if tall else matrices)[(None,) * (3 - matrices.ndim)].float()
-    wide = (wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype)
-    for a, b, c in itertools.islice(itertools.cycle(QUINTIC), steps):
-        gram = wide @ wide.mT
-        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return (wide.mT if tall else wide).reshape(matrices.shape)
-
-
 class Muon(ShardedAdamW):
     """AdamW whose groups with an `output_axis` are moved by Muon; the state of their parameters is one momentum.
 
@@ -74,19 +55,16 @@ class Muon(ShardedAdamW):
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], options: FsdpOptions, **adamw: Any):
         super().__init__([dict(group) for group in groups], **adamw)
-        self._options, self._precision = options, options.muon_fp32_matmul_prec or "highest"
+        self._steps = Steps.of(replace(options, muon_fp32_matmul_prec=options.muon_fp32_matmul_prec or "highest"))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Every rank calls it."""
-        every, before = self.param_groups, torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self._precision)
-        try:
+        every = self.param_groups
+        with self._steps.products():
             for group in every:
                 if OUTPUTS in group:
                     self._move(group)
-        finally:
-            torch.set_float32_matmul_precision(before)
         self.param_groups = [group for group in every if OUTPUTS not in group]
         try:
             super().step()
@@ -98,37 +76,30 @@ class Muon(ShardedAdamW):
         for parameters in _together([one for one in group["params"] if one.grad is not None]):
             directions = self._directions(parameters)
             for one, direction in zip(parameters, directions, strict=True):
-                scale = self._options.muon_extra_scale_factor * _scale(
-                    self._options.muon_scale_mode, one.shape[group[OUTPUTS]], one.shape[-3 - group[OUTPUTS]])
+                scale = self._steps.scale(one.shape[group[OUTPUTS]], one.shape[-3 - group[OUTPUTS]])
                 one.to_local().mul_(keep).add_(direction, alpha=-rate * scale)
 
     def _momentum(self, parameter: DTensor) -> torch.Tensor:
         """This rank's, which has seen the gradient, or what Nesterov looks ahead to."""
         state = self.state[parameter]
         if not state:
-            state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(parameter)}
+            state |= {"step": torch.zeros(()), MOMENTUM: torch.zeros_like(parameter)}
         state["step"] += 1  # AdamW asks for it when it loads a state
-        gradient, momentum = cast("DTensor", parameter.grad).to_local(), state["momentum_buffer"].to_local()
-        momentum.lerp_(gradient, 1 - self._options.muon_momentum)
-        return gradient.lerp(momentum, self._options.muon_momentum) if self._options.muon_use_nesterov else momentum
+        return self._steps.ahead(state[MOMENTUM].to_local(), cast("DTensor", parameter.grad).to_local())
 
     def _directions(self, parameters: Sequence[DTensor]) -> list[torch.Tensor]:
         """This rank's rows of each; at most one matrix for each rank, or one stack."""
         momenta = [self._momentum(one) for one in parameters]
         if parameters[0].ndim == 3:
-            return [self._orthogonalized(one) for one in momenta]
+            return [self._steps.orthogonalized(one) for one in momenta]
         mesh = parameters[0].device_mesh
         rank, size = mesh.get_local_rank(), mesh.size()
         mine = parameters[rank].shape if rank < len(parameters) else torch.Size((0, 0))
         theirs = [one.numel() for one in momenta] + [0] * (size - len(momenta))
         own = [rows * mine[1] for rows in _rows(mine[0], size)]
         whole = _exchanged(torch.cat([one.flatten() for one in momenta]).to(mesh.device_type), theirs, own, mesh)
-        back = _exchanged(self._orthogonalized(whole.view(mine)).flatten(), own, theirs, mesh)
+        back = _exchanged(self._steps.orthogonalized(whole.view(mine)).flatten(), own, theirs, mesh)
         return [part.view_as(one).to(one.device) for part, one in zip(back.split(theirs), momenta, strict=False)]
-
-    def _orthogonalized(self, matrices: torch.Tensor) -> torch.Tensor:
-        dtype = torch.bfloat16 if self._precision == "medium" else torch.float32
-        return orthogonalized(matrices, self._options.muon_num_ns_steps, dtype)
 
 
 def _together(parameters: Sequence[DTensor]) -> Iterator[Sequence[DTensor]]:
@@ -152,9 +123,3 @@ def _rows(count: int, ranks: int) -> list[int]:
     each = -(-count // ranks)
     return [max(0, min(each, count - each * rank)) for rank in range(ranks)]
 
-
-def _scale(mode: str, outputs: int, inputs: int) -> float:
-    """What an orthogonal matrix is multiplied by, as Megatron-LM names it."""
-    ratio = {"spectral": max(outputs, inputs), "unit_rms_norm": outputs / inputs,
-             "shape_scaling": max(1.0, outputs / inputs)}[mode]
-    return math.sqrt(ratio)

@@ -7,6 +7,9 @@ import inspect
 
 import torch
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam keeps of a parameter's gradients."""
+
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW in its fused form: one kernel for all parameters, where the loops would be a dozen for each.
@@ -27,6 +30,25 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure=None):
         """One update from the parameters' gradients."""
         return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+    def moments(self, parameter):
+        """Names of what is kept of a parameter's gradients."""
+        return MOMENTS
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[str, ...]:
+    """Names of what an Adam, of torch or fused, keeps of a parameter's gradients."""
+    return optimizer.moments(parameter) if isinstance(optimizer, AdamW) else MOMENTS
+
+
+def prepare(optimizer: torch.optim.Adam, parameter: torch.Tensor) -> dict:
+    """A parameter's state, made as it is before the first step where there is none."""
+    state = optimizer.state[parameter]
+    state.setdefault("step", torch.zeros((), device=parameter.device))
+    for name in moments_of(optimizer, parameter):
+        if name not in state:
+            state[name] = torch.zeros_like(parameter)
+    return state
 
 
 SLICE = 2**26

@@ -26,14 +26,10 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """The configuration as it is.
 
     Raises:
-        ConfigError: a field of Megatron-core, or a key of config.json, that changes what is computed unseen; Muon.
+        ConfigError: a field of Megatron-core, or a key of config.json, that changes what is computed unseen.
     """
     if config.debug.debug_rollout_only:
         return config
-    if config.optimizer.optimizer == "muon":
-        raise ConfigError("the Muon of this Megatron-core runs with no published emerging-optimizers", got="muon",
-                          who=who(config, "optimizer.optimizer"), code="megatron-without-muon",
-                          fix="--trainer fsdp, or --optimizer adam")
     for name in NOISE:
         if value := config.surface("megatron").get(name):
             raise ConfigError(f"{name} makes the old policy's log-probs those of a different model than the one being "

@@ -217,10 +217,17 @@ def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, f
     return {
         "weights": model.value * (dense + sparse),
         "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
-        "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks),
+        "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks) - spared(config, model, layers, mixtures),
         "activations": activations,
         ("logits" if logits > passing else "a layer's gradients"): max(logits, passing) + WORKSPACES,
     }
+
+
+def spared(config: RunConfig, model: ModelDimensions, layers: float, sparse: float | None = None) -> float:
+    """Bytes of second moments that a rank does not have with Muon: those of matrices of layers, or nearly, as norms are
+    counted, too. Arguments as of `parameters`."""
+    muon = config.optimizer.optimizer == "muon"
+    return FP32 * sum(parameters(model, layers, False, False, sparse)) if muon else 0.0
 
 
 def beside_embedding(config: RunConfig) -> int:

@@ -190,14 +190,16 @@ def _both(config: RunConfig, model: ModelDimensions, capacity: float) -> Iterato
 
 def staging(config: RunConfig) -> float | None:
     """Bytes of host memory that --async-save takes of a rank that writes: its part of a checkpoint, in which the
-    optimizer has three float32 numbers a parameter; None where config.json leaves out what the plan needs."""
+    optimizer has three float32 numbers a parameter, of Muon's matrices two; None where config.json leaves out what the
+    plan needs."""
     model = dimensions_of(config)
     if model is None:
         return None
     stages = model.layout.pipeline
     count = max(sum(parameters(model, model.size.layers / stages, stage == 0, stage == stages - 1))
                 + estimate.beside_embedding(config) * (stage == 0) for stage in (0, stages - 1))
-    return count * (model.value + (0 if config.checkpoint.no_save_optim else 3 * FP32))
+    state = 3 * FP32 * count - estimate.spared(config, model, model.size.layers / stages)
+    return count * model.value + (0 if config.checkpoint.no_save_optim else state)
 
 
 def _sum(parts: Mapping[str, float]) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
+from miles_megatron.adam import moments_of
 from miles_megatron.host_memory import Blocks, rounded_up
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
@@ -138,9 +139,9 @@ class Offload:
         total = 0
         for inner in self._inner():
             dtypes = getattr(inner, "name_to_dtype_map", {})
-            each = sum(dtypes.get(name, torch.float32).itemsize for name in ("exp_avg", "exp_avg_sq"))
-            total += sum(each * parameter.numel() for group in inner.param_groups for parameter in group["params"]
-                         if not inner.state.get(parameter))
+            total += sum(dtypes.get(name, torch.float32).itemsize * parameter.numel()
+                         for group in inner.param_groups for parameter in group["params"]
+                         if not inner.state.get(parameter) for name in moments_of(inner, parameter))
         return total
 
     def _storages(self, tag: str) -> Iterator[_Away]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
-from miles_megatron.adam import step_in_slices
+from miles_megatron.adam import prepare, step_in_slices
 from miles_megatron.config_overrides import defaults_for, overrides_for
+from miles_megatron.muon import take_over
 
 cpu.install()
 
@@ -42,7 +43,7 @@ STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """AdamW with decoupled weight decay (arXiv:1711.05101) and its schedule; iterations are optimizer steps.
+    """AdamW with decoupled weight decay (arXiv:1711.05101) or Muon, and the schedule; iterations are optimizer steps.
 
     Args:
         lr: highest learning rate; min_lr: where decay ends; lr_warmup_init: where warmup begins.
@@ -168,19 +169,24 @@ def make_optimizer(
     chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
-    config, overrides = chunks[0].config, dict(options.megatron)
+    config, overrides, muon = chunks[0].config, dict(options.megatron), options.optimizer == "muon"
     if cpu.no_cuda() and overrides.pop("optimizer_cpu_offload", False):
         logger.warning("optimizer_cpu_offload has nothing to do: without a GPU the optimizer is on the CPU already")
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
             OptimizerConfig, overrides,
-            optimizer=options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
-            clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            optimizer="adam" if muon else options.optimizer, lr=options.lr, min_lr=options.min_lr,
+            weight_decay=options.weight_decay, adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2,
+            adam_eps=options.adam_eps, clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
+            muon_fp32_matmul_prec="medium" if config.bf16 else "highest",
         ))  # fmt: skip
+        if muon and settings.use_distributed_optimizer:
+            raise ValueError("use_distributed_optimizer cuts parameters where Muon needs whole matrices")
         optimizer = get_megatron_optimizer(settings, list(chunks), _own_rates(settings, chunks))
+    if muon:
+        take_over(optimizer, chunks, settings)
     if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             step_in_slices(part.optimizer)
@@ -260,17 +266,10 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
 
     The fused optimizers of Transformer Engine and Apex make theirs when asked to.
     """
-    if not cpu.no_fused_adam():
-        return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        for group in inner.param_groups:
+        for group in part.optimizer.param_groups if isinstance(part.optimizer, torch.optim.Adam) else ():
             for parameter in group["params"]:
-                state = inner.state[parameter]
-                state.setdefault("step", torch.tensor(0.0))
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if name not in state:
-                        state[name] = torch.zeros_like(parameter)
+                prepare(part.optimizer, parameter)
 
 
 class _InPlace(dict[int, torch.Tensor]):
@@ -343,13 +342,21 @@ def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
     common = {key: value for key, value in state.items() if not isinstance(key, int)}
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     if len(parts) == 1:
-        return {**numbered.get(0, {}), **common} if numbered else state
-    if "optimizer" not in common:
+        return _fitted(parts[0], common, numbered[0]) if numbered else state
+    if "optimizer" not in common and "param_groups" not in common:
         return state
-    by_optimizer = {}
-    for number, part in enumerate(parts):
-        expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
-        one = {**common, **numbered.get(number, {})}
-        groups = [{**group, "is_expert_parallel": expert} for group in one["optimizer"]["param_groups"]]
-        by_optimizer[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
-    return by_optimizer
+    return {number: _fitted(part, numbered.get(number, {}), common) for number, part in enumerate(parts)}
+
+
+def _fitted(part: MegatronOptimizer, sharded: dict, saved: dict) -> dict:
+    """What one optimizer loads, of what it asked for and of what is common to all that were saved."""
+    template, common = sharded.get("optimizer", sharded), saved.get("optimizer", saved)
+    expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
+    if "param_groups" not in template:  # the distributed optimizer asks for tensors alone
+        groups = [{**group, "is_expert_parallel": expert} for group in common["param_groups"]]
+        return {**saved, **sharded, "optimizer": {**common, "param_groups": groups}}
+    counts = [{"step": group["step"]} for group in common["param_groups"] if "step" in group]  # a fused Adam's
+    inner = {"param_groups": [{**ours, **(counts or [{}])[0], "params": theirs["params"]} for ours, theirs in
+                              zip(part.optimizer.param_groups, template["param_groups"], strict=True)],
+             "state": {**common["state"], **template["state"]}}
+    return {**sharded, "optimizer": inner} if "optimizer" in sharded else inner

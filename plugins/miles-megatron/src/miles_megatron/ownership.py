@@ -83,13 +83,17 @@ def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> lis
     return [experts + shape for shape in tensor_merges.hf_shapes(rule, full, weight_map)]
 
 
-def hf_tensors(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> list[torch.Tensor]:
+def hf_tensors(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap, part: torch.Tensor | None = None
+               ) -> list[torch.Tensor]:
     """The whole HF tensors that a parameter is made of, gathered from its tensor-parallel ranks; views if there is one.
 
     The tensors of a rule lie one after the other along the first axis of an expert: that is put before the experts'.
+
+    Args:
+        part: what lies as the parameter does, such as its gradient, instead of itself.
     """
-    before = _before(parameter)
-    pieces = tensor_merges.split(rule, parameter.detach().transpose(0, before), weight_map, _tensor_size(parameter))
+    before, part = _before(parameter), parameter.detach() if part is None else part
+    pieces = tensor_merges.split(rule, part.transpose(0, before), weight_map, _tensor_size(parameter))
     parts = tensor_merges.whole(rule, [_gather(piece.transpose(0, before), parameter).transpose(0, before)
                                        for piece in pieces])
     return [part.transpose(0, before) for part in parts]

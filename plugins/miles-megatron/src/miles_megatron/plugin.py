@@ -54,10 +54,11 @@ class Megatron:
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """What follows of the layout."""
+        """What follows of the layout, and of the optimizer."""
         from miles_megatron.layout import completed
+        from miles_megatron.muon_plan import whole_state
 
-        return completed(config, note) if config.perf.trainer == "megatron" else config
+        return whole_state(completed(config, note), note) if config.perf.trainer == "megatron" else config
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:

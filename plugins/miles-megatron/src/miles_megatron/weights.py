@@ -345,6 +345,11 @@ def global_parameters(model: Model, *, stacked: bool = False) -> dict[str, torch
     return parameters
 
 
+def of_all_experts(name: str) -> str:
+    """The name of a parameter without the number of its expert."""
+    return _EXPERT.sub(".local_experts.", name)
+
+
 def _counted(experts: str, first: int) -> str:
     """An expert's number on its rank, or several's such as 0-63, over all ranks."""
     return f".local_experts.{'-'.join(str(first + int(number)) for number in experts.split('-'))}."
