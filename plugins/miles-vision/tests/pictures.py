@@ -45,10 +45,12 @@ MODELS = {
 }
 MODELS["qwen3_5_moe"] = MODELS["qwen3_5"] | dict(text_config=MODELS["qwen3_5"]["text_config"] | dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24))
+MODELS["qwen3_vl_moe"] = MODELS["qwen3_vl"] | dict(text_config=MODELS["qwen3_vl"]["text_config"] | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24))
 QWEN = dict(image_processor_type="Qwen2VLImageProcessor", merge_size=2, temporal_patch_size=2,
             image_mean=[0.5] * 3, image_std=[0.5] * 3)
 PROCESSORS = {
-    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QWEN,
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QWEN,
     "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
                    image_mean=[0.5] * 3, image_std=[0.5] * 3),
     "mistral3": dict(image_processor_type="PixtralImageProcessor", size={"longest_edge": 64},
@@ -91,6 +93,7 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
         patch: pixels of a patch's side. SGLang's Qwen2.5-VL takes other pixels than those of 14 for embeddings.
     """
     import torch
+    from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -114,6 +117,10 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
             if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":  # as in the releases, and not as transformers 5 writes them
+        tensors = {name: one.mT.contiguous() if "experts." in name else one
+                   for name, one in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     sizes = {} if PROCESSORS[kind] is not QWEN else dict(
         patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind] | sizes))

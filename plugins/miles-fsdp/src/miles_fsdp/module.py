@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,6 +17,7 @@ from miles_local.inputs import joined
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.core_model_loading import Transpose
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
@@ -23,6 +26,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.types import Sample
 from miles_fsdp.attention import NAME, PACKED, Boundaries, attend_by
 from miles_fsdp.lean import keep_less
+from miles_fsdp.memory import stored_shapes
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -213,7 +217,22 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,
                               got=str(error).split("\n")[0], fix="look at its config.json and at "
                               "--attn-implementation, or train with --trainer megatron") from error
+    _turn_back(model, Path(folder))
     return model.eval()
+
+
+def _turn_back(model: PreTrainedModel, folder: Path) -> None:
+    """What transformers turns, as files have its rows and columns the other way round, it leaves turned when it writes
+    (Qwen3-VL's stacks of experts). Here the way back turns it again."""
+    turns = [(conversion, each) for conversion in getattr(model, "_weight_conversions", None) or ()
+             for each in getattr(conversion, "operations", ()) if isinstance(each, Transpose) and each.check_dims]
+    stored = dict(itertools.chain.from_iterable(map(stored_shapes, folder.glob("*.safetensors")))) if turns else {}
+    built = {name: [*one.shape] for name, one in model.named_parameters()} if turns else {}
+    for conversion, turn in turns:
+        sides = ((stored, conversion.source_patterns[0]), (built, conversion.target_patterns[0]))
+        theirs, ours = (next((shape for name, shape in shapes.items() if re.search(pattern, name)), None)
+                        for shapes, pattern in sides)
+        turn.check_dims = theirs == ours
 
 
 def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool, offload: bool) -> None:
