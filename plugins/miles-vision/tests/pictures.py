@@ -28,7 +28,7 @@ MODELS = {
         text_config=TEXT | dict(sliding_window=32, layer_types=["sliding_attention", "full_attention"],
                                 query_pre_attn_scalar=8),
         vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                           patch_size=4, image_size=16, num_channels=3),
+                           patch_size=4, image_size=16, num_channels=3, vision_use_head=False),
         mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
     "qwen3_5": dict(
         text_config=TEXT | dict(
@@ -93,7 +93,6 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
         patch: pixels of a patch's side. SGLang's Qwen2.5-VL takes other pixels than those of 14 for embeddings.
     """
     import torch
-    from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -117,10 +116,7 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
             if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
-    if kind == "qwen3_vl_moe":  # as in the releases, and not as transformers 5 writes them
-        tensors = {name: one.mT.contiguous() if "experts." in name else one
-                   for name, one in load_file(folder / "model.safetensors").items()}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    _as_released(folder / "model.safetensors", kind)
     sizes = {} if PROCESSORS[kind] is not QWEN else dict(
         patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind] | sizes))
@@ -128,6 +124,18 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
         (folder / "processor_config.json").write_text(json.dumps(SETTINGS[kind]))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder, scale=patch / 4)))
     return folder
+
+
+def _as_released(file: Path, kind: str) -> None:
+    """Names and shapes of the releases, where transformers 5 writes others."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    if kind == "qwen3_vl_moe":
+        tensors = {name: one.mT.contiguous() if "experts." in name else one for name, one in tensors.items()}
+    if kind == "gemma3":
+        tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def rows(folder, count=8, scale=1.0):

@@ -56,7 +56,7 @@ def test_ranks_with_and_without_images_are_one(train, kind, flags):
 
 
 @pytest.mark.parametrize("flags", [(), FROZEN], ids=["trained", "frozen"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3", "qwen3_5"])
 def test_megatrons_trainer_does_what_fsdp_does(train, kind, flags):
     """To what reads images as to the rest, the norm by which both are clipped included."""
     flags = tuple("visual|vision_tower" if flag == "visual" else flag for flag in flags)

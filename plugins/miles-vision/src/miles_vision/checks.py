@@ -11,8 +11,8 @@ from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.select import Selected
 
-BUILT = ("mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's."""
+BUILT = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families of Megatron's trainer beside whose text model a tower can see."""
 
 
 def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selected] = ()) -> RunConfig:
