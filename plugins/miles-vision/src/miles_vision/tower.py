@@ -81,21 +81,22 @@ def mapped(weight_map: WeightMap, folder: Path) -> WeightMap:
         return weight_map
     whole = _skeleton(folder)
     stored = {theirs.removeprefix(f"{whole.base_model_prefix}."): theirs for theirs in weight_map.carried}
-    named = {theirs + key.removeprefix(begun): key
+    named = {key: theirs + key.removeprefix(begun)
              for name, part in _seeing(whole).items() for key in part.state_dict(prefix=f"{name}.")
              for begun, theirs in stored.items() if key.startswith(begun)}
-    rules = [Rule(_OURS + ours, (theirs,)) for theirs, ours in (_read_as(whole, folder, weight_map) or named).items()]
+    named |= _read_as(whole, folder, weight_map)
+    rules = [Rule(_OURS + ours, (theirs,)) for ours, theirs in named.items()]
     own = tuple((theirs, theirs) for theirs in weight_map.carried)  # not renamed as the text model's are
     return replace(weight_map, rules=(*weight_map.rules, *rules), renamed=(*own, *weight_map.renamed), carried=())
 
 
 def _read_as(whole: Any, folder: Path, weight_map: WeightMap) -> dict[str, str]:
-    """Tensors of the files beside the text model -> what transformers reads them as, whatever release wrote them."""
+    """Names of the module's tensors beside the text model -> those of the files that transformers reads them from."""
     built, begun = whole.state_dict(), f"{whole.base_model_prefix}."
     renamings = [one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)]
-    names = {theirs: rename_source_key(theirs, renamings, [], whole.base_model_prefix, built)[0]
+    names = {rename_source_key(theirs, renamings, [], whole.base_model_prefix, built)[0]: theirs
              for theirs in carried_files(folder, weight_map)}
-    return {theirs: ours.removeprefix(begun) for theirs, ours in names.items() if ours in built}
+    return {ours.removeprefix(begun): theirs for ours, theirs in names.items() if ours in built}
 
 
 def attach(chunk: LanguageModel, folder: Path, weight_map: WeightMap) -> None:
