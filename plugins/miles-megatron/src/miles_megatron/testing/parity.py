@@ -191,7 +191,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         cpu.initialize()
     theirs = random_model(case)
     saved = save(theirs, case, folder)
-    # As config.json says it: building a model, transformers changes the one that it was given.
+    # As config.json of the folder says it: building a model, transformers changes the one that it was given.
     hf = hf_config.read(folder) if case.like else _config(case, folder)
     family = family or family_of(case.family, hf)
     spec, weight_map = family.model_spec(hf), family.weight_map(hf)
@@ -254,7 +254,6 @@ def random_model(case: Case) -> Any:
 
 
 def _config(case: Case, folder: Path = Path()) -> Any:
-    """As if it were read from the folder."""
     from transformers import AutoConfig
 
     hf_config: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
