@@ -36,6 +36,16 @@ MODELS = {
             linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, initializer_range=0.1,
             rope_parameters=ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}),
         vision_config=TOWER | dict(num_position_embeddings=64), **TOKENS),
+    "llama4": dict(  # transformers does not let its queries grow while it decodes: not before position 8192
+        text_config=TEXT | dict(num_local_experts=4, intermediate_size=24, intermediate_size_mlp=48,
+                                interleave_moe_layer_step=2, num_hidden_layers=4, attention_chunk_size=24,
+                                initializer_range=0.15, no_rope_layers=[1, 1, 0, 1],
+                                rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        vision_config=dict(hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+                           image_size=16, patch_size=4, vision_output_dim=32, projector_input_dim=32,
+                           projector_output_dim=32, initializer_range=0.3,
+                           rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        boi_token_index=259, eoi_token_index=260, image_token_index=261),
     "mistral3": dict(
         text_config=TEXT | dict(model_type="mistral", sliding_window=None,
                                 rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
@@ -53,19 +63,23 @@ PROCESSORS = {
     "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QWEN,
     "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
                    image_mean=[0.5] * 3, image_std=[0.5] * 3),
+    "llama4": dict(image_processor_type="Llama4ImageProcessor", size={"height": 16, "width": 16}, max_patches=4,
+                   image_mean=[0.5] * 3, image_std=[0.5] * 3),
     "mistral3": dict(image_processor_type="PixtralImageProcessor", size={"longest_edge": 64},
                      patch_size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3),
 }
-SETTINGS = {"gemma3": {"image_seq_length": 4}, "mistral3": {"patch_size": 4, "spatial_merge_size": 2}}
+SETTINGS = {"gemma3": {"image_seq_length": 4}, "llama4": {"patch_size": 4},
+            "mistral3": {"patch_size": 4, "spatial_merge_size": 2}}
 """processor_config.json, of what has one."""
-WORDS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]", "[IMG]", "[VIDEO]")}
+WORDS = {"llama4": ("<|image_start|>", "<|image_end|>", "<|patch|>", "<|image|>"),
+         "mistral3": ("[IMG_BREAK]", "[IMG_END]", "[IMG]", "[VIDEO]")}
 """Spellings of the tokens 259 to 262, where they are others than Qwen's."""
 QWENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SPELLINGS = {"gemma3": dict(boi_token="<|vision_start|>", eoi_token="<|vision_end|>", image_token="<|image_pad|>",
                             extra_special_tokens={"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>",
                                                   "image_token": "<|image_pad|>"})}
 """What a tokenizer says of its tokens of images, where the processor asks it."""
-ALONE = {"gemma3": QWENS[0], "mistral3": "[IMG]"}
+ALONE = {"gemma3": QWENS[0], "llama4": "<|image|>", "mistral3": "[IMG]"}
 """An image in a template of what expands the token of itself to all that stands around an image."""
 TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"

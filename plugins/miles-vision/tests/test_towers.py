@@ -24,8 +24,8 @@ from miles_core.plugins.plan import prepare
 from miles_core.types import Rank
 
 MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2000", "--num-rollout", "2")
-KINDS = ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-SEEING = re.compile(r"(^|\.)(vision_tower|multi_modal_projector|visual)\.")
+KINDS = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+SEEING = re.compile(r"(^|\.)(vision_tower|vision_model|multi_modal_projector|visual)\.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
 
 
@@ -72,6 +72,7 @@ def expected(folder, store, batch):
         pixels = dict(process(images=[opened(store.get(name)) for name in names], return_tensors="pt")) if names else {}
         tokens = torch.from_numpy(sample.tokens.astype(np.int64))
         kinds = {"mm_token_type_ids": "image_grid_thw", "token_type_ids": "num_crops"}
+        pixels = {name: one.float() if one.is_floating_point() else one for name, one in pixels.items()}
         pixels |= {name: (tokens == 261).long()[None] for name, beside in kinds.items() if beside in pixels}
         with torch.no_grad():
             logits = model(input_ids=tokens[None], **pixels).logits[0, -sample.response_length - 1 : -1]
@@ -108,7 +109,7 @@ def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
     assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("kind", KINDS[:6])
+@pytest.mark.parametrize("kind", KINDS[:7])
 def test_conversion_has_the_tower_in_the_checkpoint_and_out_of_it(kind, checkpoint, convert, tmp_path):
     convert("hf-to-dist", checkpoint(kind), tmp_path / "dist", "--plugin", "vision")
     convert("dist-to-hf", tmp_path / "dist", tmp_path / "hf", "--hf-checkpoint", checkpoint(kind), "--plugin", "vision")
@@ -131,7 +132,7 @@ OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "roll
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS[:5])  # the local engine shows no images to layers with a state
+@pytest.mark.parametrize("kind", KINDS[:6])  # the local engine shows no images to layers with a state
 def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
     """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model. All of
     it moves, and to the same bits."""
@@ -168,7 +169,7 @@ def gradients(plan, batch):
 
 
 @pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", KINDS[:6])
+@pytest.mark.parametrize("kind", KINDS[:7])
 def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
     """Which the trainer fsdp has, in one micro-batch with no, one and two images."""
     flags = ("--clip-grad", "0")
@@ -195,8 +196,8 @@ LAYOUTS = {
 
 @pytest.mark.full  # three processes
 @pytest.mark.xdist_group("vision-towers")
-@pytest.mark.parametrize(("layout", "kind"), [(layout, kind) for layout in LAYOUTS for kind in KINDS[:6]
-                                              if layout != "EP2" or kind.endswith("moe")])
+@pytest.mark.parametrize(("layout", "kind"), [(layout, kind) for layout in LAYOUTS for kind in KINDS[:7]
+                                              if layout != "EP2" or kind in ("llama4", "qwen3_vl_moe")])
 def test_two_ranks_are_one(layout, kind, planned, ranks_of):
     """Three steps with the reference's pass, the last without an image: log-probs of trained answers, losses and
     weights."""

@@ -113,9 +113,14 @@ class CausalModule(torch.nn.Module):
             keep_less(model)
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
+        body, prefix, inner = model.base_model, model.base_model_prefix, getattr(model, "language_model", None)
+        if body is model and hasattr(inner, "lm_head"):  # Llama 4 has the head in there: the body's passes rows on
+            body, text, model = copy.copy(model), copy.copy(inner), inner
+            text._modules = {**inner._modules, "lm_head": torch.nn.Identity()}
+            body._modules = {**body._modules, "language_model": text}
         head = copy.copy(model)  # the same parameters and code, but for the body
-        head._modules = {**model._modules, model.base_model_prefix: _Passed(model.base_model)}
-        self._head = (head,)  # torch would take it for a second model
+        head._modules = {**model._modules, prefix: _Passed(model.base_model)}
+        self._head, self._body = (head,), (body,)  # torch would take them for further models
 
     def forward(self, batch: MicroBatch, use: Callable[[Scored], T], around: Around | None = None) -> T:
         """
@@ -159,17 +164,17 @@ class CausalModule(torch.nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """[T, H] of this rank's rows."""
-        body = self.model.base_model
+        body = self._body[0]
         if self.packs:
             self.boundaries.set(batch.lengths, batch.device, batch.context)
             tokens, positions = batch.tokens[None, batch.stretch], batch.positions[None, batch.stretch]
             arguments = {"input_ids": tokens, "position_ids": positions} | self._beside(batch)
             output = body(**arguments, use_cache=False)
-            return cast("torch.Tensor", output.last_hidden_state[0])
+            return cast("torch.Tensor", output.to_tuple()[0][0])
         tokens, mask = batch.padded()
         arguments = {"input_ids": tokens, "attention_mask": mask.long()} | self._beside(batch)
         output = body(**arguments, use_cache=False)
-        return cast("torch.Tensor", output.last_hidden_state[mask])
+        return cast("torch.Tensor", output.to_tuple()[0][mask])
 
     def _beside(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """What the hook gives for each sample, laid out as their tokens are."""

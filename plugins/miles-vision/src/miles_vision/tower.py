@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from miles_vision.checks import BUILT
 from miles_vision.prompts import names_of
@@ -46,11 +46,11 @@ class _Text(torch.nn.Module):
         return lambda tokens: torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
     def forward(self, inputs_embeds: torch.Tensor, visual_pos_masks: torch.Tensor | None = None,
-                deepstack_visual_embeds: Sequence[torch.Tensor] = (), **_: Any) -> BaseModelOutputWithPast:
+                deepstack_visual_embeds: Sequence[torch.Tensor] = (), **_: Any) -> MoeModelOutputWithPast:
         nothing = torch.zeros_like(inputs_embeds)
         behind = [nothing.masked_scatter(cast("torch.Tensor", visual_pos_masks)[..., None], one.to(nothing))
                   for one in deepstack_visual_embeds]
-        return BaseModelOutputWithPast(last_hidden_state=torch.cat([inputs_embeds, *behind], -1))
+        return MoeModelOutputWithPast(last_hidden_state=torch.cat([inputs_embeds, *behind], -1))
 
 
 def _whole(folder: Path) -> Any:
@@ -152,7 +152,7 @@ class Tower(torch.nn.Module):
 
     def _see(self, arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[L, H] of a sequence of tokens, zeros where nothing is seen."""
-        rows: torch.Tensor = self.body(**arguments, use_cache=False).last_hidden_state[0]
+        rows: torch.Tensor = self.body(**arguments, use_cache=False).to_tuple()[0][0]  # Llama 4's calls them logits
         return rows
 
 
