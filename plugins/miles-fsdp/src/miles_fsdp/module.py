@@ -113,7 +113,8 @@ class CausalModule(torch.nn.Module):
             keep_less(model)
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
-        body, prefix, inner = model.base_model, model.base_model_prefix, getattr(model, "language_model", None)
+        body, prefix = model.base_model, model.base_model_prefix
+        inner: Any = getattr(model, "language_model", None)
         if body is model and hasattr(inner, "lm_head"):  # Llama 4 has the head in there: the body's passes rows on
             body, text, model = copy.copy(model), copy.copy(inner), inner
             text._modules = {**inner._modules, "lm_head": torch.nn.Identity()}
