@@ -97,9 +97,11 @@ def test_hidden_states_and_gradients_are_those_of_the_local_layers(checkpoint, d
     assert gaps["hidden"] < BOUND[dtype] and gaps[worst] < 3 * BOUND[dtype]
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["causal", "ahead"])
 @pytest.mark.parametrize("window", [None, 8])
-def test_fused_attention_is_ours(window):
-    """Rope in part of a head and interleaved, with and without a window: out and gradients to bf16."""
+def test_fused_attention_is_ours(window, ahead):
+    """Rope in part of a head and interleaved, with and without a window, and where tokens see later ones: out and
+    gradients to bf16."""
     from miles_megatron import cpu, module_specs, te
     from miles_megatron.packed_layout import packed_rows
     from miles_megatron.rope import Rope
@@ -113,6 +115,9 @@ def test_fused_attention_is_ours(window):
                                bf16=True, params_dtype=torch.bfloat16, attention_dropout=0.0)
     boundaries = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     rows = -(-boundaries[-1] // 16) * 16
+    last = torch.cat([torch.arange(length) for length in (*LENGTHS, rows - boundaries[-1])])
+    last[40:60] = last[59].clone()  # of the third sequence
+    last = last.cuda() if ahead else None
     for rotary in (Rotary(1e4), Rotary(1e4, fraction=0.5), Rotary(1e4, interleaved=True)):
         wanted, rope = Attention(rotary, window=window), Rope(64, rotary)
         outs = []
@@ -122,7 +127,8 @@ def test_fused_attention_is_ours(window):
                                               attention_type="self")
             q, k, v = (torch.randn(rows, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                        for heads in (4, 2, 2))
-            out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed_rows(boundaries))
+            packed = packed_rows(boundaries, last=last)
+            out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
             out.float()[: boundaries[-1]].square().sum().backward()
             outs.append([out[: boundaries[-1]].float(), *(x.grad.float() for x in (q, k, v))])
         gaps = [apart(found, expected) for expected, found in zip(*outs, strict=True)]

@@ -13,9 +13,10 @@ published.json has what is known of each, under the key it has there:
     quantised   "fp8" (blocks with weight_scale_inv), "int4" (compressed-tensors), "mxfp4", or "fp8-mxfp4" (DeepSeek-V4)
     float32     ends of names of tensors that are float32 in a checkpoint of another dtype
     beside      further tensors, by their shapes
-    head_beside_tie, frequencies, consolidated, packed
+    head_beside_tie, frequencies, consolidated, packed, transposed
                 lm_head.weight beside tied embeddings; rotary_emb.inv_freq in each layer; all weights once more in
-                consolidated.safetensors; the experts of a layer in two tensors
+                consolidated.safetensors; the experts of a layer in two tensors; the rows
+                and columns of these the other way round than transformers writes them
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Published:
     frequencies: bool = False
     consolidated: bool = False
     packed: bool = False
+    transposed: bool = False
 
     def __str__(self) -> str:
         return self.repository.partition("/")[2]
@@ -142,6 +144,8 @@ def _tensors(one: Published, folder: Path) -> dict[str, torch.Tensor]:
     whole = {inside_name(one.inside, name): tensor for name, tensor in _model(one, folder).items()}
     if one.packed:
         whole = packed_experts(whole)
+    if one.transposed:
+        whole = {name: tensor.mT.contiguous() if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
     draw = torch.Generator().manual_seed(1)
     whole |= {name: torch.randn(shape, generator=draw) for name, shape in one.beside.items()}
     if one.drafts:

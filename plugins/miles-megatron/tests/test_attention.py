@@ -29,7 +29,15 @@ def packed(megatron):
 WARMING = Warming(slope=0.5, step=16, first=1)
 
 
-def reference(q, k, v, cu, window=None, softcap=None, sinks=None, warming=None):
+def last_keys(cu, blocks):
+    """[T] of the last key that each row sees, where rows first:end of the whole see one another."""
+    last = torch.cat([torch.arange(b - a) for a, b in zip(cu[:-1], cu[1:], strict=True)])
+    for first, end in blocks:
+        last[first:end] = last[end - 1].clone()
+    return last
+
+
+def reference(q, k, v, cu, window=None, softcap=None, sinks=None, warming=None, last=None):
     repeat, out = q.shape[1] // k.shape[1], []
     for a, b in zip(cu[:-1], cu[1:], strict=True):
         query, key, value = (x[a:b].transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1),
@@ -40,7 +48,8 @@ def reference(q, k, v, cu, window=None, softcap=None, sinks=None, warming=None):
         scores = query @ key.transpose(1, 2) * q.shape[-1] ** -0.5
         scores = scores if softcap is None else (scores / softcap).tanh() * softcap
         behind = torch.arange(b - a)[:, None] - torch.arange(b - a)
-        visible = (behind >= 0) & (behind < (window or b - a))
+        visible = behind >= 0 if last is None else torch.arange(b - a) <= last[a:b, None]
+        visible = visible & (behind < (window or b - a))
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, b - a, 1)], -1)
@@ -89,6 +98,25 @@ def test_packed_attention_is_attention_one_by_one_with_gradients(packed_layout, 
         torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("parts", [{}, {"window": 12}, {"softcap": 0.7}, {"sinks": True}],
+                         ids=lambda parts: "-".join(parts) or "plain")
+def test_rows_of_a_block_see_one_another(packed_layout, packed, parts):
+    """Of sequences in one bucket and in others, at their beginnings and ends; what has none has the bits of before."""
+    last = last_keys(CU, [(18, 34), (91, 121), (141, 155), (196, 200)])
+    attention = packed(**parts)
+    attention.sinks is None or attention.sinks.data.normal_()
+    q, k, v = (torch.randn(200, n, 16, requires_grad=True) for n in (4, 2, 2))
+    grad = torch.randn(200, 64)
+    out = attention(q, k, v, packed_seq_params=packed_layout.packed_rows(CU, last=last))
+    expected = reference(q, k, v, CU, **parts | {"sinks": attention.sinks}, last=last)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad),
+                    strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
+    plain = attention(q, k, v, packed_seq_params=packed_layout.packed_rows(CU))
+    assert torch.equal(plain[:13], out[:13]) and not torch.allclose(plain[18:33], out[18:33], atol=1e-2)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_sink_is_a_score_whose_share_is_of_no_value(packed_layout, packed, window):
     """Of each head; it gets a gradient."""
@@ -114,12 +142,14 @@ def test_a_batch_without_packing_is_the_same(packed, parts):
 
 @pytest.mark.parametrize("parts", [{}, {"window": 10}, {"window": 10, "softcap": 0.7}],
                          ids=lambda parts: "-".join(parts) or "plain")
+@pytest.mark.parametrize("blocks", [[], [(20, 40)]], ids=["causal", "blocks"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_layouts_give_each_rank_its_rows(packed_layout, packed, size, parts):
+def test_context_parallel_layouts_give_each_rank_its_rows(packed_layout, packed, size, blocks, parts):
     """The zigzag of columns.split, with keys gathered rank after rank as all_gather lays them."""
     cu, total = [0, 16, 48, 64, 72], 72
     q, k, v = (torch.randn(total, 2, 16) for _ in range(3))
-    expected = reference(q, k, v, cu, **parts)
+    last = last_keys(cu, blocks)
+    expected = reference(q, k, v, cu, **parts, last=last)
     attention = packed(**parts)
 
     def rows(rank):
@@ -134,6 +164,7 @@ def test_context_parallel_layouts_give_each_rank_its_rows(packed_layout, packed,
         made = packed_layout.make_packed_layout(cu, total, rank, size)
         position = torch.cat([torch.arange(b - a) for a, b in zip(cu[:-1], cu[1:], strict=True)])
         assert torch.equal(made.positions, position[rows(rank)])
+        made.look_ahead(last[rows(rank)])
         picked_q = q[rows(rank)][made.query_rows] if made.query_rows is not None else q[rows(rank)]
         picked_k, picked_v = gathered_k[made.key_rows], gathered_v[made.key_rows]
         out, at_q, at_k = [], 0, 0

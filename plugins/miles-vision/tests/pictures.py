@@ -28,7 +28,7 @@ MODELS = {
         text_config=TEXT | dict(sliding_window=32, layer_types=["sliding_attention", "full_attention"],
                                 query_pre_attn_scalar=8),
         vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                           patch_size=4, image_size=16, num_channels=3),
+                           patch_size=4, image_size=16, num_channels=3, vision_use_head=False),
         mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
     "qwen3_5": dict(
         text_config=TEXT | dict(
@@ -36,6 +36,16 @@ MODELS = {
             linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, initializer_range=0.1,
             rope_parameters=ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}),
         vision_config=TOWER | dict(num_position_embeddings=64), **TOKENS),
+    "llama4": dict(  # transformers does not let its queries grow while it decodes: not before position 8192
+        text_config=TEXT | dict(num_local_experts=4, intermediate_size=24, intermediate_size_mlp=48,
+                                interleave_moe_layer_step=2, num_hidden_layers=4, attention_chunk_size=24,
+                                initializer_range=0.15, no_rope_layers=[1, 1, 0, 1],
+                                rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        vision_config=dict(hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+                           image_size=16, patch_size=4, vision_output_dim=32, projector_input_dim=32,
+                           projector_output_dim=32, initializer_range=0.3,
+                           rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        boi_token_index=259, eoi_token_index=260, image_token_index=261),
     "mistral3": dict(
         text_config=TEXT | dict(model_type="mistral", sliding_window=None,
                                 rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
@@ -45,25 +55,31 @@ MODELS = {
 }
 MODELS["qwen3_5_moe"] = MODELS["qwen3_5"] | dict(text_config=MODELS["qwen3_5"]["text_config"] | dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24))
+MODELS["qwen3_vl_moe"] = MODELS["qwen3_vl"] | dict(text_config=MODELS["qwen3_vl"]["text_config"] | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24))
 QWEN = dict(image_processor_type="Qwen2VLImageProcessor", merge_size=2, temporal_patch_size=2,
             image_mean=[0.5] * 3, image_std=[0.5] * 3)
 PROCESSORS = {
-    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QWEN,
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QWEN,
     "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
+                   image_mean=[0.5] * 3, image_std=[0.5] * 3),
+    "llama4": dict(image_processor_type="Llama4ImageProcessor", size={"height": 16, "width": 16}, max_patches=4,
                    image_mean=[0.5] * 3, image_std=[0.5] * 3),
     "mistral3": dict(image_processor_type="PixtralImageProcessor", size={"longest_edge": 64},
                      patch_size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3),
 }
-SETTINGS = {"gemma3": {"image_seq_length": 4}, "mistral3": {"patch_size": 4, "spatial_merge_size": 2}}
+SETTINGS = {"gemma3": {"image_seq_length": 4}, "llama4": {"patch_size": 4},
+            "mistral3": {"patch_size": 4, "spatial_merge_size": 2}}
 """processor_config.json, of what has one."""
-WORDS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]", "[IMG]", "[VIDEO]")}
+WORDS = {"llama4": ("<|image_start|>", "<|image_end|>", "<|patch|>", "<|image|>"),
+         "mistral3": ("[IMG_BREAK]", "[IMG_END]", "[IMG]", "[VIDEO]")}
 """Spellings of the tokens 259 to 262, where they are others than Qwen's."""
 QWENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SPELLINGS = {"gemma3": dict(boi_token="<|vision_start|>", eoi_token="<|vision_end|>", image_token="<|image_pad|>",
                             extra_special_tokens={"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>",
                                                   "image_token": "<|image_pad|>"})}
 """What a tokenizer says of its tokens of images, where the processor asks it."""
-ALONE = {"gemma3": QWENS[0], "mistral3": "[IMG]"}
+ALONE = {"gemma3": QWENS[0], "llama4": "<|image|>", "mistral3": "[IMG]"}
 """An image in a template of what expands the token of itself to all that stands around an image."""
 TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
@@ -114,6 +130,7 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
             if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
+    _as_released(folder / "model.safetensors", kind)
     sizes = {} if PROCESSORS[kind] is not QWEN else dict(
         patch_size=patch, min_pixels=4 * patch**2, max_pixels=64 * patch**2)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind] | sizes))
@@ -121,6 +138,18 @@ def make_model(folder: Path, kind: str, patch: int = 4) -> Path:
         (folder / "processor_config.json").write_text(json.dumps(SETTINGS[kind]))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder, scale=patch / 4)))
     return folder
+
+
+def _as_released(file: Path, kind: str) -> None:
+    """Names and shapes of the releases, where transformers 5 writes others."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    if kind == "qwen3_vl_moe":
+        tensors = {name: one.mT.contiguous() if "experts." in name else one for name, one in tensors.items()}
+    if kind == "gemma3":
+        tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def rows(folder, count=8, scale=1.0):

@@ -42,7 +42,8 @@ def placeholders(process, data):
     if "image_sizes" in pixels:
         high, wide = (int(size) // 8 for size in pixels["image_sizes"][0])
         return [*([*[261] * wide, 259] * high)[:-1], 260]
-    return [259, *[261] * 4, 260]
+    tiles = len(pixels["pixel_values"]) - 1  # of a large image, before the whole: Llama 4's
+    return [259, *[261, 261, 261, 261, 262] * tiles, *[261] * 4, 260]
 
 
 def batches(model, folder, images):

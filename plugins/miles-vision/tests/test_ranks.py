@@ -42,8 +42,9 @@ FROZEN = ("--plugin", "param-groups", "--freeze-params-name-list", "visual")
 
 
 @pytest.mark.parametrize(("kind", "flags"), [
-    ("qwen2_5_vl", ()), ("qwen2_5_vl", FROZEN), ("qwen3_vl", ()), ("gemma3", ()), ("mistral3", ()),
-], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3", "mistral3"])
+    ("qwen2_5_vl", ()), ("qwen2_5_vl", FROZEN), ("qwen3_vl", ()), ("gemma3", ()), ("llama4", ()),
+    ("mistral3", ()),
+], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3", "llama4", "mistral3"])
 def test_ranks_with_and_without_images_are_one(train, kind, flags):
     one, two = train(kind, 1, MIXED, *flags), train(kind, 2, MIXED, *flags)
     pairs = list(zip(one["steps"], two["steps"], strict=True))
@@ -56,10 +57,10 @@ def test_ranks_with_and_without_images_are_one(train, kind, flags):
 
 
 @pytest.mark.parametrize("flags", [(), FROZEN], ids=["trained", "frozen"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llama4", "mistral3", "qwen3_5"])
 def test_megatrons_trainer_does_what_fsdp_does(train, kind, flags):
     """To what reads images as to the rest, the norm by which both are clipped included."""
-    flags = tuple("visual|vision_tower" if flag == "visual" else flag for flag in flags)
+    flags = tuple("visual|vision_tower|vision_model" if flag == "visual" else flag for flag in flags)
     fsdp, megatron = train(kind, 1, MIXED, *flags), train(kind, 1, MIXED, *flags, *MEGATRON)
     pairs = list(zip(fsdp["steps"], megatron["steps"], strict=True))
     loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in pairs) / max(abs(a["train/loss"]) for a, _ in pairs)

@@ -188,7 +188,8 @@ def test_mistral_s_images_are_refused_with_a_server_which_would_not_keep_the_ids
     ({}, IMAGE, "preprocessor_config.json", "vision-processor-missing"),
 ])
 def test_settings_that_would_ignore_images_are_named_before_the_start(changed, keys, removed, code, tmp_path):
-    said = {"model_type": "gemma3", "image_token_id": 261, "vision_config": {}}
+    kind = "gemma4" if changed.get("perf__trainer") == "megatron" else "gemma3"
+    said = {"model_type": kind, "image_token_id": 261, "vision_config": {}}
     said.pop(removed, None)
     (tmp_path / "config.json").write_text(json.dumps(said))
     if removed != "preprocessor_config.json":

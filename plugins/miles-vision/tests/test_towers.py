@@ -24,8 +24,8 @@ from miles_core.plugins.plan import prepare
 from miles_core.types import Rank
 
 MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2000", "--num-rollout", "2")
-KINDS = ["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
-SEEING = re.compile(r"(^|\.)(vision_tower|multi_modal_projector|visual)\.")
+KINDS = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+SEEING = re.compile(r"(^|\.)(vision_tower|vision_model|multi_modal_projector|visual)\.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
 
 
@@ -71,8 +71,9 @@ def expected(folder, store, batch):
         names = sample.prompt.metadata["image_files"]
         pixels = dict(process(images=[opened(store.get(name)) for name in names], return_tensors="pt")) if names else {}
         tokens = torch.from_numpy(sample.tokens.astype(np.int64))
-        if "image_grid_thw" in pixels:
-            pixels["mm_token_type_ids"] = (tokens == 261).long()[None]
+        kinds = {"mm_token_type_ids": "image_grid_thw", "token_type_ids": "num_crops"}
+        pixels = {name: one.float() if one.is_floating_point() else one for name, one in pixels.items()}
+        pixels |= {name: (tokens == 261).long()[None] for name, beside in kinds.items() if beside in pixels}
         with torch.no_grad():
             logits = model(input_ids=tokens[None], **pixels).logits[0, -sample.response_length - 1 : -1]
         answer = tokens[-sample.response_length :]
@@ -108,7 +109,7 @@ def test_engines_are_sent_the_whole_checkpoint(kind, checkpoint, planned):
     assert sent.keys() == stored.keys() and all(torch.equal(sent[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("kind", KINDS[:7])
 def test_conversion_has_the_tower_in_the_checkpoint_and_out_of_it(kind, checkpoint, convert, tmp_path):
     convert("hf-to-dist", checkpoint(kind), tmp_path / "dist", "--plugin", "vision")
     convert("dist-to-hf", tmp_path / "dist", tmp_path / "hf", "--hf-checkpoint", checkpoint(kind), "--plugin", "vision")
@@ -131,7 +132,7 @@ OPTIONS = {"perf.trainer": "megatron", "rollout.rollout_temperature": 0.8, "roll
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS[:3])  # the local engine shows no images to layers with a state
+@pytest.mark.parametrize("kind", KINDS[:6])  # the local engine shows no images to layers with a state
 def test_a_run_agrees_with_its_engine_and_goes_on_and_its_export_has_the_tower(kind, checkpoint, tmp_path):
     """Two rollouts, at once and with a stop between them; the engine computes with transformers' whole model. All of
     it moves, and to the same bits."""
@@ -168,7 +169,7 @@ def gradients(plan, batch):
 
 
 @pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("kind", KINDS[:7])
 def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
     """Which the trainer fsdp has, in one micro-batch with no, one and two images."""
     flags = ("--clip-grad", "0")
@@ -176,10 +177,12 @@ def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
     whole, _, _ = planned(kind, *flags, "--trainer", "fsdp", images=IMAGES[:1])
     ours, theirs = gradients(plan, batch), gradients(whole, batch)
     assert ours.keys() == theirs.keys()
-    apart = {name: float((ours[name] - one).norm() / one.norm()) for name, one in theirs.items() if one.any()}
+    # What a softmax does not see has a gradient of rounding alone: the biases of Gemma 3's keys.
+    felt = {name: one for name, one in theirs.items() if one.abs().max() > 1e-6}
+    apart = {name: float((ours[name] - one).norm() / one.norm()) for name, one in felt.items()}
     print(f"\n{kind}: {max(apart.values()):.1e} of a gradient's norm, of {max(apart, key=apart.get)}")
     assert any(map(SEEING.search, apart)) and max(apart.values()) <= 2e-5
-    assert not any(ours[name].abs().max() > 1e-6 for name, one in theirs.items() if not one.any())
+    assert not any(ours[name].abs().max() > 1e-6 for name in theirs.keys() - felt.keys())
 
 
 LAYOUTS = {
@@ -187,13 +190,14 @@ LAYOUTS = {
     "TP2": ("--tensor-model-parallel-size", "2"),
     "PP2": ("--pipeline-model-parallel-size", "2"), "CP2": ("--context-parallel-size", "2"), "DP2": (),
     "DP2 overlapped": ("--overlap-grad-reduce", "--overlap-param-gather"),
+    "EP2": ("--expert-model-parallel-size", "2"),
 }
 
 
 @pytest.mark.full  # three processes
 @pytest.mark.xdist_group("vision-towers")
-@pytest.mark.parametrize("kind", KINDS[:4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), [(layout, kind) for layout in LAYOUTS for kind in KINDS[:7]
+                                              if layout != "EP2" or kind in ("llama4", "qwen3_vl_moe")])
 def test_two_ranks_are_one(layout, kind, planned, ranks_of):
     """Three steps with the reference's pass, the last without an image: log-probs of trained answers, losses and
     weights."""

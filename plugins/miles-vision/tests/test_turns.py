@@ -156,7 +156,7 @@ def test_servers_get_no_images_that_touch(talk):
 
 @pytest.mark.parametrize(("kind", "trainer"), [
     ("qwen2_5_vl", "fsdp"), *(pytest.param(*both, marks=pytest.mark.full) for both in (
-        ("qwen3_vl", "fsdp"), ("gemma3", "fsdp"), ("qwen2_5_vl", "megatron")))])
+        ("qwen3_vl", "fsdp"), ("gemma3", "fsdp"), ("qwen2_5_vl", "megatron"), ("gemma3", "megatron")))])
 def test_a_run_trains_on_conversations_whose_tool_returns_images(kind, trainer, tmp_path):
     """GRPO; engine and trainer agree, and nothing of an image is trained on."""
     folder = taught(make_model(tmp_path / kind, kind))

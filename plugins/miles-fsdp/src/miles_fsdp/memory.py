@@ -67,12 +67,13 @@ def parameters(folder: Path, *, matrices: bool = False, beside_text: bool = Fals
         beside_text: only what is no part of the text model, such as a vision tower.
     """
     files = sorted(folder.glob("*.safetensors"))
-    shapes = [pair for path in files for pair in _shapes(path)]
+    shapes = [pair for path in files for pair in stored_shapes(path)]
     return sum(math.prod(shape) for name, shape in shapes if (not matrices or _is_matrix(name, shape)) and not (
         beside_text and TEXT.search(name))) if files else None
 
 
-def _shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
+def stored_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of a safetensors file's tensors."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,6 +17,7 @@ from miles_local.inputs import joined
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.core_model_loading import Transpose
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
@@ -23,6 +26,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.types import Sample
 from miles_fsdp.attention import NAME, PACKED, Boundaries, attend_by
 from miles_fsdp.lean import keep_less
+from miles_fsdp.memory import stored_shapes
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -109,9 +113,15 @@ class CausalModule(torch.nn.Module):
             keep_less(model)
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
+        body, prefix = model.base_model, model.base_model_prefix
+        inner: Any = getattr(model, "language_model", None)
+        if body is model and hasattr(inner, "lm_head"):  # Llama 4 has the head in there: the body's passes rows on
+            body, text, model = copy.copy(model), copy.copy(inner), inner
+            text._modules = {**inner._modules, "lm_head": torch.nn.Identity()}
+            body._modules = {**body._modules, "language_model": text}
         head = copy.copy(model)  # the same parameters and code, but for the body
-        head._modules = {**model._modules, model.base_model_prefix: _Passed(model.base_model)}
-        self._head = (head,)  # torch would take it for a second model
+        head._modules = {**model._modules, prefix: _Passed(model.base_model)}
+        self._head, self._body = (head,), (body,)  # torch would take them for further models
 
     def forward(self, batch: MicroBatch, use: Callable[[Scored], T], around: Around | None = None) -> T:
         """
@@ -155,17 +165,17 @@ class CausalModule(torch.nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """[T, H] of this rank's rows."""
-        body = self.model.base_model
+        body = self._body[0]
         if self.packs:
             self.boundaries.set(batch.lengths, batch.device, batch.context)
             tokens, positions = batch.tokens[None, batch.stretch], batch.positions[None, batch.stretch]
             arguments = {"input_ids": tokens, "position_ids": positions} | self._beside(batch)
             output = body(**arguments, use_cache=False)
-            return cast("torch.Tensor", output.last_hidden_state[0])
+            return cast("torch.Tensor", output.to_tuple()[0][0])
         tokens, mask = batch.padded()
         arguments = {"input_ids": tokens, "attention_mask": mask.long()} | self._beside(batch)
         output = body(**arguments, use_cache=False)
-        return cast("torch.Tensor", output.last_hidden_state[mask])
+        return cast("torch.Tensor", output.to_tuple()[0][mask])
 
     def _beside(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """What the hook gives for each sample, laid out as their tokens are."""
@@ -213,7 +223,22 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,
                               got=str(error).split("\n")[0], fix="look at its config.json and at "
                               "--attn-implementation, or train with --trainer megatron") from error
+    _turn_back(model, Path(folder))
     return model.eval()
+
+
+def _turn_back(model: PreTrainedModel, folder: Path) -> None:
+    """What transformers turns, as files have its rows and columns the other way round, it leaves turned when it writes
+    (Qwen3-VL's stacks of experts). Here the way back turns it again."""
+    turns = [(conversion, each) for conversion in getattr(model, "_weight_conversions", None) or ()
+             for each in getattr(conversion, "operations", ()) if isinstance(each, Transpose) and each.check_dims]
+    stored = dict(itertools.chain.from_iterable(map(stored_shapes, folder.glob("*.safetensors")))) if turns else {}
+    built = {name: [*one.shape] for name, one in model.named_parameters()} if turns else {}
+    for conversion, turn in turns:
+        sides = ((stored, conversion.source_patterns[0]), (built, conversion.target_patterns[0]))
+        theirs, ours = (next((shape for name, shape in shapes.items() if re.search(pattern, name)), None)
+                        for shapes, pattern in sides)
+        turn.check_dims = theirs == ours
 
 
 def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool, offload: bool) -> None:

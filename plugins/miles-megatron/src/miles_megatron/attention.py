@@ -145,13 +145,13 @@ def written_out(query, key, value, mask, scale, softcap, dropout):
     (miles_local/decode.py), and so with the same bits; causal where no mask is given."""
     count, heads, queries = query.shape[:3]
     groups, keys = key.shape[1:3]
-    hidden = torch.full((queries, keys), -torch.inf, dtype=query.dtype, device=query.device)
+    hidden = query.new_full((queries, keys) if mask is None else mask.shape, -torch.inf)
     hidden = hidden.triu_(1) if mask is None else hidden.masked_fill_(mask, 0)
     query, key, value = (x.reshape(count * groups, -1, x.shape[-1]) for x in (query, key, value))
     scores = torch.bmm(query, key.transpose(1, 2)).mul_(scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(count * heads, queries, keys).add_(hidden)
+    scores = scores.view(count, heads, queries, keys).add_(hidden)
     shares = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
     shares = F.dropout(shares, dropout) if dropout else shares
     shares = shares.view(count * groups, -1, keys)

@@ -379,6 +379,14 @@ def stored_names(hf) -> frozenset[str]:
     return frozenset(tensor_files(folder)) if any(folder.glob("*.safetensors")) else frozenset()
 
 
+def stored_shape(hf, end: str) -> list[int] | None:
+    """Of the first tensor of that checkpoint whose name ends so; None where there is none."""
+    from miles_megatron.shards import stored_tensors, tensor_files
+
+    name = min((name for name in stored_names(hf) if name.endswith(end)), default=None)
+    return stored_tensors(tensor_files(Path(source(hf)))[name])[name].shape if name else None
+
+
 def _unsupported(hf, what: str, got: object) -> ConfigError:
     return ConfigError(f"{hf.model_type} with {what} is not supported", code="architecture-variant-unsupported",
                        got=got, who=source(hf),

@@ -1,5 +1,5 @@
 """What plugins say of a sample's tokens, laid out as a micro-batch is: rows in place of their embeddings (the hook
-embedding_rows), and other positions (rope_positions)."""
+embedding_rows), other positions (rope_positions), and which of them see later ones (attention_blocks)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ Rows = Callable[[Sample, torch.nn.Module, Path], dict[int, torch.Tensor]]
 """The bound hook embedding_rows."""
 Positions = Callable[[Sample, Path], dict[int, torch.Tensor]]
 """The bound hook rope_positions."""
+Blocks = Callable[[Sample, Path], dict[int, int]]
+"""The bound hook attention_blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,29 @@ def positions(hook: Positions, batch: MicroBatch, folder: Path) -> torch.Tensor 
     axes = {len(part) for parts in stated for part in parts.values()}
     if not axes:
         return None
-    bounds = batch.boundaries.astype(np.int64)
-    rows = np.arange(max(int(batch.places.max()) + 1, int(bounds[-1])))
-    places = rows - bounds[np.searchsorted(bounds, rows, side="right") - 1]
-    whole = torch.from_numpy(places).expand(max(axes), -1).clone()
-    for begin, parts in zip(bounds[:-1].tolist(), stated, strict=True):
+    whole = torch.from_numpy(_places(batch)).expand(max(axes), -1).clone()
+    for begin, parts in zip(batch.boundaries[:-1].tolist(), stated, strict=True):
         for first, part in parts.items():
             whole[:, begin + first : begin + first + part.shape[1]] = part
     return whole[:, torch.from_numpy(batch.places)].to(batch.index.device)
+
+
+def last_keys(hook: Blocks, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
+    """[T] int64 of this rank's rows, where the model computes: the place in a sample of the last token that each sees;
+    None where it is the row's own."""
+    stated = [hook(sample, folder) for sample in batch.samples]
+    if not any(stated):
+        return None
+    whole = _places(batch)
+    for begin, blocks in zip(batch.boundaries[:-1].tolist(), stated, strict=True):
+        for first, count in blocks.items():
+            whole[begin + first : begin + first + count] = first + count - 1
+    return torch.from_numpy(whole[batch.places]).to(batch.index.device)
+
+
+def _places(batch: MicroBatch) -> np.ndarray:
+    """Of all context-parallel ranks' rows, in their samples."""
+    bounds = batch.boundaries.astype(np.int64)
+    rows = np.arange(max(int(batch.places.max()) + 1, int(bounds[-1])))
+    places: np.ndarray = rows - bounds[np.searchsorted(bounds, rows, side="right") - 1]
+    return places

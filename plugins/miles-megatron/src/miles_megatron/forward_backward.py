@@ -19,7 +19,7 @@ from miles_local.transfer import on_device
 from miles_core.columns import Columns
 from miles_core.types import Sample
 from miles_megatron import cpu
-from miles_megatron.embedding import Positions, Rows, positions, replacement
+from miles_megatron.embedding import Blocks, Positions, Rows, last_keys, positions, replacement
 from miles_megatron.microbatch import MicroBatch, assemble
 from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.on_policy import engine_order
@@ -37,7 +37,7 @@ LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 
 def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]], loss_of: LossOf, *, name: str,
         around: Callable | None = None, embedding: Rows | None = None,
-        rope: Positions | None = None, forward_only: bool = False) -> None:
+        rope: Positions | None = None, blocks: Blocks | None = None, forward_only: bool = False) -> None:
     """One pass of Megatron's schedule over micro-batches.
 
     Losses are sums whose weights are fixed before the step (stages/loss.py), so Megatron is asked to scale nothing:
@@ -47,7 +47,7 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
         parts: this data-parallel rank's micro-batches, the same number on every rank.
         name: the model's, for the hook.
         around: the bound hook `microbatch`.
-        embedding, rope: the bound hooks `embedding_rows` and `rope_positions`.
+        embedding, rope, blocks: the bound hooks `embedding_rows`, `rope_positions` and `attention_blocks`.
     """
     settings = model.settings
     context = parallel_state.get_context_parallel_group() if settings.context_parallel_size > 1 else None
@@ -66,7 +66,8 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
             asks = embedding is not None and chunk.pre_process
             replaced = replacement(embedding, batch, chunk, model.folder) if asks else None
             turning = None if rope is None else positions(rope, batch, model.folder)
-            rows = packed_rows(batch.boundaries, replaced, turning)
+            last = None if blocks is None else last_keys(blocks, batch, model.folder)
+            rows = packed_rows(batch.boundaries, replaced, turning, last)
             return module(tokens, None, None, packed_seq_params=rows)
 
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, name)

@@ -63,6 +63,13 @@ def rope_positions(sample: Sample, folder: Path) -> dict[int, torch.Tensor]:
     tokens are their places. Asked on every rank. `folder` as for embedding_rows."""
 
 
+@hookspec("gather", role="trainer", per="micro-batch")
+def attention_blocks(sample: Sample, folder: Path) -> dict[int, int]:
+    """7: how many tokens of a sample see one another, later ones too, by the place of the first: those of an image, in
+    Gemma 3. Others see up to themselves, and a window hides what lies before it as ever. It is the core attention of
+    layers without a mixer of their own that knows of them. Asked on every rank. `folder` as for embedding_rows."""
+
+
 @hookspec("named", role="driver", per="command")
 def convert(source: Path, out: Path) -> str:
     """`miles convert NAME SRC OUT`: a Hugging Face directory becomes another, with the plugin's options as flags; OUT

@@ -56,10 +56,15 @@ class Unpick(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
 
 
-def seen(positions: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """[queries, keys] True for the keys up to each query's position, and of those the last `window` only."""
-    behind = positions[:, None] - torch.arange(keys, device=positions.device)
-    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+def seen(positions: torch.Tensor, keys: int, window: int | None, last: torch.Tensor | None = None) -> torch.Tensor:
+    """[queries, keys] True for the keys up to each query's position, and of those the last `window` only.
+
+    Args:
+        last: [B, queries] of the last key that each query of a sequence sees; then the result is [B, 1, queries, keys].
+    """
+    places = torch.arange(keys, device=positions.device)
+    before = places <= (positions if last is None else last[:, None])[..., None]
+    return before if window is None else before & (positions[:, None] - places < window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,14 @@ class Bucket:
         positions: [queries] of the padded query rows of each on this rank; they count up from 0 where `whole`.
         keys: padded rows of each in all.
         whole: this rank holds all query rows.
+        last: [sequences, queries] of the last key that each query sees; None where it is the query's own.
     """
 
     sequences: int
     positions: torch.Tensor
     keys: int
     whole: bool
+    last: torch.Tensor | None = None
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -85,12 +92,13 @@ class Bucket:
         return len(self.positions)
 
     def mask(self, window: int | None = None) -> torch.Tensor | None:
-        """[queries, keys] True where a query sees a key; None where plain causality says it. Made once per window."""
+        """[queries, keys], or [sequences, 1, queries, keys], True where a query sees a key; None where plain causality
+        says it. Made once per window."""
         window = None if window is None or window >= self.keys else window
-        if self.whole and window is None:
+        if self.whole and window is None and self.last is None:
             return None
         if window not in self._masks:
-            self._masks[window] = seen(self.positions, self.keys, window)
+            self._masks[window] = seen(self.positions, self.keys, window, self.last)
         return self._masks[window]
 
 
@@ -122,6 +130,16 @@ class PackedLayout:
             self._tables[rope, dtype] = cos[:, None], sin[:, None]
         return self._tables[rope, dtype]
 
+    def look_ahead(self, last: torch.Tensor) -> None:
+        """Tell buckets in which a query sees later keys than its own the last one, [T] of this rank's rows."""
+        rows = last if self.query_rows is None else last[self.query_rows]
+        parts = rows.split([bucket.sequences * bucket.queries for bucket in self.buckets])
+        for number, (bucket, part) in enumerate(zip(self.buckets, parts, strict=True)):
+            # A row of padding sees itself, however far it is from the row that it repeats.
+            reach = part.view(bucket.sequences, -1).maximum(bucket.positions)
+            if not torch.equal(reach, bucket.positions.expand_as(reach)):
+                self.buckets[number] = replace(bucket, last=reach, _masks={})
+
     def to(self, device: torch.device) -> PackedLayout:
         """Layouts are made on the CPU; there this copies nothing."""
         tensors = (self.query_rows, self.query_back, self.key_rows, self.key_back)
@@ -136,10 +154,13 @@ class PackedRows(PackedSeqParams):
     Args:
         positions: [axes, T] int64 by which the rope turns this rank's rows; None where they are places in a sequence.
         tokens: [1, T] of this rank's rows, for layers that ask for them; the model sets them.
+        last: [T] int64 of this rank's rows, the place in its sequence of the last key that each sees; None where it is
+            the row's own.
         replaced: embeddings [t, 1, H] of this rank's rows, and the number of the first -> with others in place of some.
     """
 
     positions: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    last: torch.Tensor | None = field(default=None, repr=False, compare=False)
     tokens: torch.Tensor | None = field(default=None, repr=False, compare=False)
     replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = field(default=None, repr=False, compare=False)
     layout: PackedLayout | None = field(default=None, repr=False, compare=False)
@@ -178,19 +199,20 @@ class PackedRows(PackedSeqParams):
 
 
 def packed_rows(cu_seqlens, replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
-                positions: torch.Tensor | None = None) -> PackedRows:
+                positions: torch.Tensor | None = None, last: torch.Tensor | None = None) -> PackedRows:
     """Describe packed sequences to the model.
 
     Args:
         cu_seqlens: [n+1] integers (list, array or tensor), where each sequence begins, padding included. Under context
             parallelism these are the boundaries before the rows are split among ranks.
-        replaced, positions: see PackedRows.
+        replaced, positions, last: see PackedRows.
     """
     cu = torch.as_tensor(cu_seqlens, dtype=torch.int32)
     longest = int((cu[1:] - cu[:-1]).max()) if len(cu) > 1 else 0
     return PackedRows(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
         max_seqlen_q=longest, max_seqlen_kv=longest, replaced=replaced, positions=positions,
+        last=last,
     )  # fmt: skip
 
 
@@ -208,6 +230,8 @@ def packed_layout_of(params: PackedSeqParams, rows: torch.Tensor, group: dist.Pr
         layout = make_packed_layout(cu.tolist(), total, group.rank(), group.size()).to(rows.device)
         if (positions := getattr(params, "positions", None)) is not None:
             layout.turning = positions
+        if (last := getattr(params, "last", None)) is not None:
+            layout.look_ahead(last)
         params.layout = layout
     return layout
 

@@ -286,7 +286,7 @@ class MegatronTrainer:
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
             forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                                  around=self.hooks.microbatch, embedding=self.hooks.embedding_rows,
-                                 rope=self.hooks.rope_positions)
+                                 rope=self.hooks.rope_positions, blocks=self.hooks.attention_blocks)
         objective.check_finite()
         mismatch = self._filled(objective, taken)
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
@@ -320,7 +320,8 @@ class MegatronTrainer:
             for part in samples:
                 forward_backward.run(model, self.columns, self.micro_batches(part, gradient=False), fill, name=name,
                                      around=self.hooks.microbatch, embedding=self.hooks.embedding_rows,
-                                     rope=self.hooks.rope_positions, forward_only=True)
+                                     rope=self.hooks.rope_positions, blocks=self.hooks.attention_blocks,
+                                     forward_only=True)
         columns.scatter()
 
     def _score(self, access: Access) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
+from miles_megatron.attention import PackedAttention
 from miles_megatron.grouped_experts import GroupedExperts, sort_once
 from miles_megatron.layers import ClampedSiLU, ClampedSwiGLU, SquaredReLU
 from miles_megatron.module_specs import LayerModules, fits, packed_attention
@@ -86,6 +87,7 @@ class FusedAttention(te.TEDotProductAttention):
             config.window_size, config.window_attn_skip_freq = (window - 1, 0), None
         super().__init__(config, *args, **kwargs)
         self.rope = rope
+        self.ahead = PackedAttention(config, *args, rope=rope, window=window, **kwargs)
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None):  # fmt: skip
@@ -96,6 +98,8 @@ class FusedAttention(te.TEDotProductAttention):
         """
         if packed_seq_params is None:
             raise ValueError("Transformer Engine's layers need packed rows")
+        if getattr(packed_seq_params, "last", None) is not None:  # the kernels have no such mask for packed rows
+            return self.ahead(query, key, value, packed_seq_params=packed_seq_params)
         group = parallel_state.get_context_parallel_group()
         rows = packed_seq_params.on_device(query.device, query.shape[0] * group.size(), group.size())
         if self.rope is not None and getattr(packed_seq_params, "positions", None) is not None:

@@ -1,5 +1,5 @@
 """Qwen2 (arXiv:2407.10671), Qwen2.5 (arXiv:2412.15115), their mixture of experts, Qwen2.5-VL (arXiv:2502.13923),
-Qwen3-VL (arXiv:2511.21631), and MiMo (arXiv:2505.07608)."""
+Qwen3-VL (arXiv:2511.21631), dense and with experts, and MiMo (arXiv:2505.07608)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, by_layer_type, every_layer, refuse, rotary, stored_names
+from miles_megatron.decoder import Decoder, by_layer_type, every_layer, refuse, rotary, stored_names, stored_shape
 from miles_megatron.hf_config import read_as
 from miles_megatron.mixture import Mixture, Names
-from miles_megatron.specs import Attention
+from miles_megatron.specs import Attention, Packed
 
 
 def qwen2(hf: Any) -> Decoder:
@@ -55,6 +55,24 @@ def qwen3_vl(hf: Any) -> Decoder:
                    renamed=(("model.", "model.language_model."),), carried=("model.visual.",))
 
 
+def qwen3_vl_moe(hf: Any) -> Decoder:
+    """Qwen3-VL with experts in some or all layers, which the files keep in two tensors a layer.
+
+    Those of the releases have inputs before outputs, those that transformers 5 writes have not. It looks at the shape.
+
+    Raises:
+        ConfigError: as `qwen3_vl`.
+    """
+    text, each = hf.text_config, Names()
+    count, size, width = text.num_experts, text.hidden_size, text.moe_intermediate_size
+    mixture = Mixture(layers=text.num_hidden_layers, sparse=_sparse(text), experts=count,
+                      chosen=text.num_experts_per_tok, width=width)
+    both, down = (f"mlp.experts.{part}" for part in ("gate_up_proj", "down_proj"))
+    packed = (Packed(both, (each.gate, each.up), count, stored_shape(hf, both) != [count, 2 * width, size]),
+              Packed(down, (each.down,), count, stored_shape(hf, down) != [count, size, width]))
+    return replace(qwen3_vl(hf), mixture=mixture, packed=packed)
+
+
 def _deepstack(*layer: Any) -> None:
     from miles_specs_qwen2.deepstack import reshape
 
@@ -67,15 +85,18 @@ def qwen2_moe(hf: Any) -> Decoder:
     Raises:
         ConfigError: as `qwen2`.
     """
-    # transformers' Qwen2MoeDecoderLayer
-    sparse = tuple(layer for layer in range(hf.num_hidden_layers)
-                   if layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
     mixture = Mixture(
-        layers=hf.num_hidden_layers, sparse=sparse, experts=hf.num_experts, chosen=hf.num_experts_per_tok,
+        layers=hf.num_hidden_layers, sparse=_sparse(hf), experts=hf.num_experts, chosen=hf.num_experts_per_tok,
         width=hf.moe_intermediate_size, shared=hf.shared_expert_intermediate_size, normalised=hf.norm_topk_prob,
         names=Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
     )  # fmt: skip
     return replace(qwen2(hf), qkv_bias=bool(hf.qkv_bias), mixture=mixture)
+
+
+def _sparse(hf: Any) -> tuple[int, ...]:
+    """The layers with experts, as transformers' Qwen2MoeDecoderLayer has it."""
+    return tuple(layer for layer in range(hf.num_hidden_layers)
+                 if layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
 
 
 def mimo(hf: Any) -> Decoder:

@@ -49,6 +49,15 @@ class SpecsQwen2:
 
         return DecoderFamily(qwen3_vl)
 
+    @hookimpl("model_spec", name="qwen3_vl_moe")
+    def qwen3_vl_moe(self, hf_config: Any) -> Family:
+        """The text model of Qwen3-VL-30B-A3B and -235B-A22B, with a vision tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_qwen2.families import qwen3_vl_moe
+
+        return DecoderFamily(qwen3_vl_moe)
+
     @hookimpl("model_spec", name="mimo")
     def mimo(self, hf_config: Any) -> Family:
         """MiMo-7B."""

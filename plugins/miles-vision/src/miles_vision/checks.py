@@ -11,8 +11,8 @@ from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.select import Selected
 
-BUILT = ("mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
-"""Families of Megatron's trainer beside whose text model a tower can see: later tokens alone see an image's."""
+BUILT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families of Megatron's trainer beside whose text model a tower can see."""
 
 
 def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selected] = ()) -> RunConfig:
@@ -27,7 +27,7 @@ def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selec
     backend = config.surfaces.get("server", {}).get("attention_backend")
     before = itertools.takewhile(lambda one: one.manifest.name != "vision", plugins)
     earlier = [one.manifest.name for one in before if any(offer.hook == "build_model" for offer in one.manifest.offers)]
-    elsewhere = engine not in ("local", "sglang") or (engine == "sglang" and kind == "mistral3")
+    elsewhere = engine not in ("local", "sglang") or (engine == "sglang" and kind in ("llama4", "mistral3"))
     for key, value, unseen, fix in (
         ("vision.multimodal_keys", dict(keys), set(keys) != {"image"} or not isinstance(keys["image"], str),
          """--multimodal-keys '{"image": "images"}': no other medium is read"""),

@@ -59,7 +59,9 @@ def sequence_inputs(model: Any, tokens: Sequence[int], pixels: Sequence[Pixels],
     names = dict.fromkeys(name for one in pixels for name in one)
     whole = {name: joined([one[name] for one in pixels]) for name in names}
     kinds = torch.tensor(images, dtype=torch.int64)
-    inputs = {name: one for name, one in whole.items() if name in takes}
+    # Llama 4's processor gives bfloat16, and its model takes pixels as they are.
+    inputs = {name: one.to(model.dtype) if one.is_floating_point() else one
+              for name, one in whole.items() if name in takes}
     owner = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
     if owner is not None:
         inputs["position_ids"] = _positions(owner, torch.tensor(list(tokens)), kinds, pixels)

@@ -143,6 +143,13 @@ class Vision:
 
         return rope_positions(folder, sample, self._sees())
 
+    @hookimpl
+    def attention_blocks(self, sample: Sample, folder: Path) -> dict[int, int]:
+        """For the trainer megatron, as well."""
+        from miles_vision.tower import attention_blocks
+
+        return attention_blocks(folder, sample, self._sees())
+
     def _prepares(self) -> Preparation:
         if self._preparation is None:
             from miles_vision.prompts import Preparation

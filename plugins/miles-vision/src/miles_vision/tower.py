@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from miles_megatron import hf_config
+from miles_megatron.disk_names import carried_files
 from miles_megatron.specs import Rule, WeightMap
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from miles_vision.checks import BUILT
 from miles_vision.prompts import names_of
@@ -42,11 +46,11 @@ class _Text(torch.nn.Module):
         return lambda tokens: torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
     def forward(self, inputs_embeds: torch.Tensor, visual_pos_masks: torch.Tensor | None = None,
-                deepstack_visual_embeds: Sequence[torch.Tensor] = (), **_: Any) -> BaseModelOutputWithPast:
+                deepstack_visual_embeds: Sequence[torch.Tensor] = (), **_: Any) -> MoeModelOutputWithPast:
         nothing = torch.zeros_like(inputs_embeds)
         behind = [nothing.masked_scatter(cast("torch.Tensor", visual_pos_masks)[..., None], one.to(nothing))
                   for one in deepstack_visual_embeds]
-        return BaseModelOutputWithPast(last_hidden_state=torch.cat([inputs_embeds, *behind], -1))
+        return MoeModelOutputWithPast(last_hidden_state=torch.cat([inputs_embeds, *behind], -1))
 
 
 def _whole(folder: Path) -> Any:
@@ -77,11 +81,22 @@ def mapped(weight_map: WeightMap, folder: Path) -> WeightMap:
         return weight_map
     whole = _skeleton(folder)
     stored = {theirs.removeprefix(f"{whole.base_model_prefix}."): theirs for theirs in weight_map.carried}
-    rules = [Rule(_OURS + key, (theirs + key.removeprefix(begun),))
+    named = {key: theirs + key.removeprefix(begun)
              for name, part in _seeing(whole).items() for key in part.state_dict(prefix=f"{name}.")
-             for begun, theirs in stored.items() if key.startswith(begun)]
+             for begun, theirs in stored.items() if key.startswith(begun)}
+    named |= _read_as(whole, folder, weight_map)
+    rules = [Rule(_OURS + ours, (theirs,)) for ours, theirs in named.items()]
     own = tuple((theirs, theirs) for theirs in weight_map.carried)  # not renamed as the text model's are
     return replace(weight_map, rules=(*weight_map.rules, *rules), renamed=(*own, *weight_map.renamed), carried=())
+
+
+def _read_as(whole: Any, folder: Path, weight_map: WeightMap) -> dict[str, str]:
+    """Names of the module's tensors beside the text model -> those of the files that transformers reads them from."""
+    built, begun = whole.state_dict(), f"{whole.base_model_prefix}."
+    renamings = [one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)]
+    names = {rename_source_key(theirs, renamings, [], whole.base_model_prefix, built)[0]: theirs
+             for theirs in carried_files(folder, weight_map)}
+    return {ours.removeprefix(begun): theirs for ours, theirs in names.items() if ours in built}
 
 
 def attach(chunk: LanguageModel, folder: Path, weight_map: WeightMap) -> None:
@@ -132,14 +147,20 @@ class Tower(torch.nn.Module):
         arguments = {name: one[..., None, :] if name.endswith("_ids") else one for name, one in inputs.items()}
         again = self.recompute and trained and torch.is_grad_enabled()
         whole = checkpoint(self._see, arguments, use_reentrant=False) if again else self._see(arguments)
-        runs = (places.diff(prepend=places.new_tensor([-2])) != 1).nonzero()[:, 0].tolist()
-        sizes = [end - begin for begin, end in zip(runs, [*runs[1:], len(places)], strict=True)]
-        return dict(zip(places[runs].tolist(), whole[places].split(sizes), strict=True))
+        runs = _runs(places)
+        return dict(zip(runs, whole[places].split([*runs.values()]), strict=True))
 
     def _see(self, arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[L, H] of a sequence of tokens, zeros where nothing is seen."""
-        rows: torch.Tensor = self.body(**arguments, use_cache=False).last_hidden_state[0]
+        rows: torch.Tensor = self.body(**arguments, use_cache=False).to_tuple()[0][0]  # Llama 4's calls them logits
         return rows
+
+
+def _runs(places: torch.Tensor) -> dict[int, int]:
+    """Of rising numbers, those that follow one another: the first -> how many."""
+    begins = (places.diff(prepend=places.new_tensor([-2])) != 1).nonzero()[:, 0].tolist()
+    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], len(places)], strict=True)]
+    return dict(zip(places[begins].tolist(), sizes, strict=True))
 
 
 def rope_positions(folder: Path, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
@@ -152,3 +173,15 @@ def rope_positions(folder: Path, sample: Sample, seen: Seen) -> dict[int, torch.
     if not names_of(sample.prompt, sample) or not hasattr(body, "get_rope_index"):
         return {}
     return {0: seen.of_sample(body, sample)["position_ids"]}
+
+
+def attention_blocks(folder: Path, sample: Sample, seen: Seen) -> dict[int, int]:
+    """See the hook of that name: the images of a model that takes `token_type_ids` to know them.
+
+    Args:
+        folder: with config.json.
+    """
+    body = _skeleton(folder).base_model
+    if not names_of(sample.prompt, sample) or "token_type_ids" not in inspect.signature(body.forward).parameters:
+        return {}
+    return _runs(seen.of_sample(body, sample)["token_type_ids"].nonzero()[:, 0])

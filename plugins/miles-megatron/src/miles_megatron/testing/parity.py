@@ -191,8 +191,8 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         cpu.initialize()
     theirs = random_model(case)
     saved = save(theirs, case, folder)
-    # As config.json says it: building a model, transformers changes the one that it was given.
-    hf = hf_config.read(folder) if case.like else _config(case)
+    # As config.json of the folder says it: building a model, transformers changes the one that it was given.
+    hf = hf_config.read(folder) if case.like else _config(case, folder)
     family = family or family_of(case.family, hf)
     spec, weight_map = family.model_spec(hf), family.weight_map(hf)
     ours = model.build(model.transformer_config(spec), spec)
@@ -253,7 +253,7 @@ def random_model(case: Case) -> Any:
     return model
 
 
-def _config(case: Case) -> Any:
+def _config(case: Case, folder: Path = Path()) -> Any:
     from transformers import AutoConfig
 
     hf_config: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
@@ -261,7 +261,7 @@ def _config(case: Case) -> Any:
         hf_config["text_config"] = TINY | hf_config["text_config"]
     else:
         hf_config = TINY | hf_config
-    return AutoConfig.for_model(case.like or case.family, **hf_config)
+    return AutoConfig.for_model(case.like or case.family, name_or_path=str(folder), **hf_config)
 
 
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:
