@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def on_device(array: np.ndarray, where: torch.device) -> torch.Tensor:
-    """A copy of an array on a device; from pinned memory, so that neither the host nor the device waits for it."""
+    """An array on a device: a copy from pinned memory, for which neither side waits; on the CPU the same memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else tensor.to(where)
 
