@@ -124,12 +124,14 @@ def write_model(case: Case, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     words = {key: CONSTANTS[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
     text = case.config.get("text_config", case.config)
-    # With linear attention the fourth layer has the other kind, and layers that share keys follow two that have
-    # their own; in the other families one has experts.
-    all_four = "linear_key_head_dim" in text or text.get("num_kv_shared_layers")
-    layers = 4 if all_four else int(text.get("first_k_dense_replace", 1)) + 1
-    sizes = {"num_hidden_layers": layers, "bos_token_id": None}
+    # With linear attention the fourth layer has the other kind, and layers that share keys are behind those that have
+    # them; in the other families one has experts.
     stated = (TINY | text)["num_hidden_layers"]
+    if text.get("num_kv_shared_layers"):
+        layers = stated
+    else:
+        layers = 4 if "linear_key_head_dim" in text else int(text.get("first_k_dense_replace", 1)) + 1
+    sizes = {"num_hidden_layers": layers, "bos_token_id": None}
     sizes |= {key: each[:layers] for key, each in text.items() if isinstance(each, list) and len(each) == stated}
     if "moe_intermediate_size" in text:
         sizes["moe_intermediate_size"] = 32  # divides into groups of int4
