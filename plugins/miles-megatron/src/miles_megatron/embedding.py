@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from miles_local.transfer import on_device
 
 from miles_core.errors import HookError
 from miles_core.types import Sample
@@ -68,7 +69,7 @@ def replacement(hook: Rows, batch: MicroBatch, chunk: torch.nn.Module, folder: P
     # Rows of other context-parallel ranks are left to these.
     _, mine, index = np.intersect1d(np.concatenate(places), batch.places, assume_unique=True, return_indices=True)
     rows = torch.cat(parts)
-    return Replacement(torch.from_numpy(index), rows[torch.from_numpy(mine).to(rows.device)])
+    return Replacement(torch.from_numpy(index), rows[on_device(mine, rows.device)])
 
 
 def positions(hook: Positions, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
@@ -81,7 +82,7 @@ def positions(hook: Positions, batch: MicroBatch, folder: Path) -> torch.Tensor 
     for begin, parts in zip(batch.boundaries[:-1].tolist(), stated, strict=True):
         for first, part in parts.items():
             whole[:, begin + first : begin + first + part.shape[1]] = part
-    return whole[:, torch.from_numpy(batch.places)].to(batch.index.device)
+    return on_device(whole.numpy()[:, batch.places], batch.index.device)
 
 
 def last_keys(hook: Blocks, batch: MicroBatch, folder: Path) -> torch.Tensor | None:
@@ -94,7 +95,7 @@ def last_keys(hook: Blocks, batch: MicroBatch, folder: Path) -> torch.Tensor | N
     for begin, blocks in zip(batch.boundaries[:-1].tolist(), stated, strict=True):
         for first, count in blocks.items():
             whole[begin + first : begin + first + count] = first + count - 1
-    return torch.from_numpy(whole[batch.places]).to(batch.index.device)
+    return on_device(whole[batch.places], batch.index.device)
 
 
 def _places(batch: MicroBatch) -> np.ndarray:

@@ -151,7 +151,7 @@ def lines(config: RunConfig) -> list[str]:
     if model is None or (capacity is None and not served):
         return []
     of = f" of {capacity / GIB:.1f}" if capacity else ""
-    rows = []
+    rows, parts = [], {}
     if not config.debug.debug_rollout_only:
         parts = trainer(config, model)
         rows.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
@@ -166,24 +166,29 @@ def lines(config: RunConfig) -> list[str]:
             verdict = (f"fits, with room for {most / engine_weights.cache(config, model):,.0f} tokens"
                        f"{'' if fraction else ' at most'}" if most > 0 else "does not fit")
             rows.append(f"  an engine on {config.perf.rollout_num_gpus_per_engine} GPUs {verdict}")
-            rows += _both(config, model, capacity)
+            rows += _both(config, model, parts, weights, capacity)
     return ["", "memory of a GPU, estimated", *rows] if rows else []
 
 
-def _both(config: RunConfig, model: ModelDimensions, capacity: float) -> Iterator[str]:
+def _both(config: RunConfig, model: ModelDimensions, parts: Mapping[str, float], weights: float, capacity: float,
+          ) -> Iterator[str]:
     """That a trainer which leaves the GPU for each rollout could stay, where an engine beside it has room for all
-    answers that it may have at once."""
-    perf, rollout, parts = config.perf, config.rollout, trainer(config, model)
-    if config.debug.debug_train_only or not (perf.colocate and perf.offload_train):
+    answers that it may have at once.
+
+    Args:
+        parts: of the trainer's memory; none where there is no trainer.
+        weights: of an engine.
+    """
+    perf, rollout = config.perf, config.rollout
+    if not (parts and perf.colocate and perf.offload_train):
         return
-    state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "optimizer"))
-    weights, _ = engine(config, model)
+    state = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
     room = (capacity - OUTSIDE - state) * (1 - TOLERANCE) - weights
     engines = max(1, trainer_gpus(config) // perf.rollout_num_gpus_per_engine)
     answers = (rollout.rollout_batch_size or 1) * rollout.n_samples_per_prompt / engines
     tokens = room / engine_weights.cache(config, model)
     if tokens > answers * rollout.rollout_max_response_len:
-        moved = state - parts.get("gradients", 0.0)
+        moved = state - parts["gradients"]
         yield (f"  both     fit: with --no-offload-train {moved / GIB:.1f} GiB stay that a rollout moves out and back, "
                f"and an engine has room for {tokens:,.0f} tokens")
 

@@ -34,7 +34,7 @@ class Forward:
         routes: [T, layers, topk], as the column has them, of this rank's T rows, None where every token chooses freely.
         place: [T] int64 number of the row among the rollout's positions, -1 of rows that predict nothing.
         gradient: a backward pass will follow.
-        chosen: free choices [T, topk] of the layers that are to be counted, with their numbers.
+        chosen: recorded and free choices [T, topk] of the layers that are to be counted, as the column has them.
     """
 
     routes: torch.Tensor | None
@@ -42,17 +42,17 @@ class Forward:
     gradient: bool
     counts: Counts | None = None
     recorded: Recorded | None = None
-    chosen: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    chosen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     experts: int = 0
 
     def settle(self) -> None:
         """Count the layers of a forward that is over: many in each kernel, as the host would be late with one each."""
-        if self.counts is None or self.routes is None or self.place is None or not self.chosen:
+        if self.counts is None or self.place is None or not self.chosen:
             return
-        size = max(1, PIECE // self.chosen[0][1].numel())
-        for some in (self.chosen[first : first + size] for first in range(0, len(self.chosen), size)):
-            recorded = numbers(self.routes[:, [layer for layer, _ in some]])
-            free = numbers(torch.stack([experts for _, experts in some], 1))
+        size = max(1, PIECE // self.chosen[0][0].numel())
+        for first in range(0, len(self.chosen), size):
+            recorded, free = (numbers(torch.stack(layers, 1))
+                              for layers in zip(*self.chosen[first : first + size], strict=True))
             self.counts.add(recorded, free, self.experts, self.place[:, None] >= 0)
 
 
@@ -113,7 +113,7 @@ def replayed(layer: int, scores: torch.Tensor, free: torch.Tensor, recorded: tor
                          fix="report the layout of this run; the plugin does not support its order of rows")
     if counted is not None and counted.counts is not None:
         counted.experts = scores.shape[1]
-        counted.chosen.append((layer, free.to(recorded.dtype)))
+        counted.chosen.append((recorded, free.to(recorded.dtype)))
     recorded = numbers(recorded)
     chosen = torch.where(exists(recorded, scores.shape[1])[:, None], recorded, free)
     return scores.gather(1, chosen), chosen
