@@ -12,39 +12,27 @@ import torch.distributed as dist
 from miles_fsdp.muon import Muon, output_axes
 from miles_fsdp.plugin import FsdpOptions
 from miles_local.muon import QUINTIC
+from miles_megatron.testing import muon
+from miles_megatron.testing.muon import gap
 from miles_megatron.testing.ranks import batches
 from miles_testing import tiny_checkpoint, trainer_contract
+from miles_testing.singular_values import on_singular_values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.plugins.plan import prepare
 
 pytestmark = pytest.mark.xdist_group("muon")  # one worker: the processes are started once
 
-SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=49, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256,
-             tie_word_embeddings=False)
-EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+SIZES = muon.SIZES | dict(intermediate_size=49)
+EXPERTS = muon.EXPERTS | dict(num_experts=3)
 """Neither 49 rows nor 3 experts divide among ranks."""
-RUN = ("--trainer", "fsdp", "--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4",
-       "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--rollout-max-response-len", "41", "--no-bf16",
-       "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96", "--trainer-host", "process", "--advantage-estimator",
-       "grpo", "--no-rewards-normalization", "--lr", "2e-3", "--weight-decay", "0.1")  # fmt: skip
 MUON = ("--optimizer", "muon", "--muon-extra-scale-factor", "0.2")
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """(*flags, kind) -> the plan of a run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("muon")
-    for kind, more in {"qwen3": {}, "qwen3_moe": EXPERTS}.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more)).save_pretrained(folder / kind)
-    return lambda *flags, kind="qwen3": prepare(
-        None, ["--hf-checkpoint", str(folder / kind), *RUN, *map(str, flags)])
+    return muon.planner(tmp_path_factory.mktemp("muon"), SIZES, EXPERTS, "--trainer", "fsdp", "--lr", "2e-3")
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +50,6 @@ def mesh():
     yield init_device_mesh("cpu", (1,))
     if joined:
         dist.destroy_process_group()
-
-
-def exact(matrices, steps):
-    """The polynomials on singular values, in float64."""
-    left, values, right = torch.linalg.svd(matrices.double(), full_matrices=False)
-    values = values / values.square().sum(-1, keepdim=True).sqrt()
-    for step in range(steps):
-        a, b, c = QUINTIC[step % len(QUINTIC)]
-        values = a * values + b * values**3 + c * values**5
-    return left @ torch.diag_embed(values) @ right
-
-
-def gap(ours, theirs):
-    return max(np.abs(ours["weights"][name] - value).max() for name, value in theirs["weights"].items())
 
 
 @pytest.mark.parametrize(("nesterov", "scale", "axis"), [
@@ -102,7 +76,7 @@ def test_steps_are_those_of_the_plain_algorithm_and_of_adamw(mesh, nesterov, sca
         gradient = matrix.grad.full_tensor().double()
         momentum = 0.9 * momentum + 0.1 * gradient
         ahead = 0.9 * momentum + 0.1 * gradient if nesterov else momentum
-        expected = expected * (1 - 0.1 * 0.5) - 0.1 * 0.3 * factor * exact(ahead, 4)
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * 0.3 * factor * on_singular_values(ahead, 4, QUINTIC)
         ours.step()
         theirs.step()
     torch.testing.assert_close(matrix.full_tensor().double(), expected, rtol=0, atol=1e-5)

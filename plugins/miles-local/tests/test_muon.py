@@ -7,26 +7,17 @@ import math
 import pytest
 import torch
 from miles_local.muon import QUINTIC, Steps, orthogonalized
+from miles_testing.singular_values import on_singular_values
 
 PLAIN = Steps(momentum=0.9, use_nesterov=False, num_ns_steps=5, scale_mode="spectral", extra_scale_factor=1.0,
               fp32_matmul_prec="highest")
-
-
-def exact(matrices, steps):
-    """The polynomials on singular values, in float64."""
-    left, values, right = torch.linalg.svd(matrices.double(), full_matrices=False)
-    values = values / values.square().sum(-1, keepdim=True).sqrt()
-    for step in range(steps):
-        a, b, c = QUINTIC[step % len(QUINTIC)]
-        values = a * values + b * values**3 + c * values**5
-    return left @ torch.diag_embed(values) @ right
 
 
 @pytest.mark.parametrize("steps", [1, 5, 7])
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (40, 12), (12, 40), (1, 30), (3, 40, 12), (3, 12, 40)])
 def test_a_matrix_and_each_of_a_stack_is_what_the_polynomials_make_of_its_singular_values(shape, steps):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-4
-    expected = exact(matrices, steps)
+    expected = on_singular_values(matrices, steps, QUINTIC)
     torch.testing.assert_close(orthogonalized(matrices, steps, torch.float32).double(), expected, rtol=0, atol=2e-5)
     low = orthogonalized(matrices, steps, torch.bfloat16)
     assert low.dtype == torch.bfloat16

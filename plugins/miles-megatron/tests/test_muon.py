@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
+from miles_megatron.testing import muon
+from miles_megatron.testing.muon import gap
 from miles_megatron.testing.ranks import batches
 from miles_testing import trainer_contract
 
 from miles_core.errors import CheckpointError, ConfigError, MilesError
-from miles_core.plugins.plan import prepare
 
 pytestmark = pytest.mark.xdist_group("muon")  # one worker: the processes are started once
 
-SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256,
-             tie_word_embeddings=False)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1,
-               norm_topk_prob=True)
-RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4",
-       "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--rollout-max-response-len", "41", "--no-bf16",
-       "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96", "--trainer-host", "process", "--advantage-estimator",
-       "grpo", "--no-rewards-normalization", "--lr", "5e-4", "--weight-decay", "0.1", "--optimizer",
-       "muon")  # fmt: skip
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 LAYOUTS = {
@@ -45,15 +35,8 @@ LOSS, WEIGHTS = 2e-6, 1e-5
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """(*flags, kind) -> the plan of a run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("muon")
-    for kind, more in {"qwen3": {}, "qwen3_moe": EXPERTS}.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more)).save_pretrained(folder / kind)
-    return lambda *flags, kind="qwen3": prepare(
-        None, ["--hf-checkpoint", str(folder / kind), *RUN, *map(str, flags)])
+    sizes, experts = muon.SIZES | dict(intermediate_size=48), muon.EXPERTS | dict(num_experts=4, norm_topk_prob=True)
+    return muon.planner(tmp_path_factory.mktemp("muon"), sizes, experts, "--lr", "5e-4", "--optimizer", "muon")
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +55,6 @@ def alone(train):
     """A layout -> six steps of one rank of the same model."""
     of = functools.cache(train)
     return lambda name: of(LAYOUTS[name][1])
-
-
-def gap(ours, theirs):
-    return max(np.abs(ours["weights"][name] - value).max() for name, value in theirs["weights"].items())
 
 
 def losses_apart(ours, theirs):

@@ -122,4 +122,3 @@ def _rows(count: int, ranks: int) -> list[int]:
     """How many of so many rows FSDP leaves to each rank."""
     each = -(-count // ranks)
     return [max(0, min(each, count - each * rank)) for rank in range(ranks)]
-
