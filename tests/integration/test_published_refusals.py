@@ -28,6 +28,8 @@ OWN = {
     "qwen2": {"residual_multiplier": 0.22, "attn_logit_softcapping": 50.0},
 }  # fmt: skip
 """Keys of one family with a value that it does not model, though transformers may not look."""
+OUTPUT = ("o_proj.weight", "attention.dense.weight", "attn.wo_b.weight")
+"""The attention's output, as one family or another calls it."""
 CHANGES = [pytest.param(one, key, value, id=f"{one.model_type}-{key}") for one in FAMILIES
            for key, value in (FOREIGN | OWN.get(one.model_type, {})).items()]
 
@@ -78,8 +80,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(one, whole, co
     norm = next(name for name in tensors if name.endswith((".model.norm.weight", "language_model.norm.weight",
                                                               "norm_f.weight")) or name == "model.norm.weight")
     inside = norm[:norm.rindex("norm")]
-    output = next(name for name in tensors if name.startswith(inside) and name.endswith(("o_proj.weight",
-                                                                                         "attention.dense.weight")))
+    output = next(name for name in tensors if name.startswith(inside) and name.endswith(OUTPUT))
     changed = {**tensors, f"{inside}layers.0.adapter.weight": torch.ones(2), output: tensors[output][:, :-1].clone()}
     del changed[norm]
     save_file({name: tensor.contiguous() for name, tensor in changed.items()}, tmp_path / "hf" / "model.safetensors",
