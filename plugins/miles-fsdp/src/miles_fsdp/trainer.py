@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from miles_local import heap
 from miles_local.transfer import on_device
 
 from miles_core import packing
@@ -78,6 +79,7 @@ class FsdpTrainer:
         for sample in batch.samples:
             self.columns.check(sample)
         self._batch = batch
+        heap.give_back()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
@@ -111,6 +113,7 @@ class FsdpTrainer:
 
     def end_batch(self) -> Batch | None:
         batch, self._batch = self.batch, None
+        heap.give_back()
         if self.config.perf.colocate and self.config.perf.offload_rollout and torch.cuda.is_available():
             torch.cuda.empty_cache()  # the engine wakes up on this GPU
         return batch if self.rank.index == 0 else None

@@ -48,8 +48,10 @@ class Local:
 
         import torch
 
+        from miles_local import heap
         from miles_local.engine import LocalEngine
 
+        heap.share_one()  # with a trainer in this process
         rollout = config.rollout
         dtype = rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
         return LocalEngine(

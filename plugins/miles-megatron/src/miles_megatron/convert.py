@@ -11,8 +11,6 @@ in each; `drive` calls them, through any host.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import dataclasses
 import gc
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_local import heap
 
 from miles_core.config.load import with_values
 from miles_core.config.options import Origin, convert
@@ -112,7 +111,7 @@ class Conversion:
 
     def __init__(self, job: Job, rank: Rank = Rank()):  # noqa: B008 - frozen
         self.job, self.rank, self._done = job, rank, 0
-        _give_back_tensors()
+        heap.map_tensors()
         cpu.process_group(rank, WAIT)
         cpu.initialize()
         self.parameters = self._placed(_parameters(job))
@@ -211,16 +210,6 @@ def _options(texts: Sequence[str], selected: Sequence[Selected]) -> dict[str, di
 
 def _builds(one: Selected, name: str) -> bool:
     return any((offer.hook, offer.name) == ("model_spec", name) for offer in one.manifest.offers)
-
-
-def _give_back_tensors() -> None:
-    """Have glibc map every block from 1 MB, so that a freed tensor's memory leaves the process at once.
-
-    Left alone it keeps blocks up to 32 MB on its heap, in as many places as their sizes leave gaps.
-    """
-    threshold = -3  # M_MMAP_THRESHOLD of malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(threshold, 2**20)
 
 
 def share(items: Sequence, rank: Rank) -> Iterator:

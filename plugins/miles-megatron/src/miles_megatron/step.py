@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from miles_local import heap
 from miles_local.transfer import on_device
 
 from miles_core import packing
@@ -24,7 +25,7 @@ from miles_core.stages.on_policy import mismatch
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
-from miles_megatron import cpu, estimate, forward_backward, hashes, memory, unread
+from miles_megatron import cpu, estimate, forward_backward, hashes, unread
 from miles_megatron.forward_backward import ColumnScatter
 from miles_megatron.gradients import gathered
 from miles_megatron.heads import sizes_of
@@ -83,7 +84,7 @@ class MegatronTrainer:
         for i, sample in enumerate(batch.samples):  # one rank reads the values of each: what none reads, none holds
             self.columns.check(sample, values=i % self.rank.size == self.rank.index)
         self.batch = batch
-        memory.give_back()
+        heap.give_back()
         self._saving()
 
     def score(self) -> dict[str, float]:
@@ -136,7 +137,7 @@ class MegatronTrainer:
 
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
-        memory.give_back()
+        heap.give_back()
         if self.config.perf.colocate and self.config.perf.offload_rollout:
             empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be its room
         return batch if self.rank.index == 0 else None
