@@ -134,6 +134,18 @@ def test_a_trainer_that_leaves_its_device_between_calls_takes_the_same_steps(tra
     assert all(np.array_equal(left["weights"][name], value) for name, value in stayed["weights"].items())
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_samples_without_advantage_can_be_left_out(train, size):
+    """The steps are those of all samples: a reward of 0 is an advantage of 0 here, for a third of them."""
+    silent = ("--no-use-kl-loss", "--entropy-coef", "0")
+    fewer, whole = train("fsdp", "qwen3", size, *silent, "--skip-zero-advantages"), train("fsdp", "qwen3", 1, *silent)
+    skipped = [step.get("train/skipped_samples", 0) for step in fewer["steps"]]
+    assert sum(skipped) / len(skipped) > 0.2, skipped
+    for name in ("train/loss", "train/grad_norm"):
+        assert max(abs(a[name] - b[name]) for a, b in zip(fewer["steps"], whole["steps"], strict=True)) <= 1e-5, name
+    assert all(np.abs(fewer["weights"][name] - value).max() <= WEIGHTS for name, value in whole["weights"].items())
+
+
 PPO = ("--advantage-estimator", "ppo", "--lambd", "0.9", "--critic-lr", "1e-3", "--adam-eps", "1e-6")
 
 

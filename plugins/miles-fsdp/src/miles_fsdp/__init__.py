@@ -10,7 +10,6 @@
     context.py       ranks that share the rows of a sample
     microbatch.py    packed samples and the rows that are trained on
     scored.py        log-probs and entropy of these rows, in chunks
-    objective.py     the loss of a micro-batch from the run's hooks
     optimizer.py     AdamW, its schedule and clipping
     checkpoint.py    checkpoints, Hugging Face directories, hashes
     ranks.py         processes that know one another, and sums over them

@@ -55,7 +55,6 @@ def _options(config: RunConfig) -> None:
     low = config.perf.bf16
     settings = {
         "perf.balance_by_flops": config.perf.balance_by_flops,
-        "perf.skip_zero_advantages": config.perf.skip_zero_advantages,
         "algorithm.fp32_lm_head": config.algorithm.fp32_lm_head and low,
         "debug.use_pytorch_profiler": config.debug.use_pytorch_profiler,
         "model.model_name": getattr(config.origin.get("model.model_name"), "kind", "derived") != "derived",

@@ -51,6 +51,10 @@ class Scored:
     def rows(self) -> dict[str, torch.Tensor]:
         return self.batch.rows()
 
+    @property
+    def has_values(self) -> bool:
+        return self.value_head is not None
+
     def log_probs(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
         if tokens is None:
             return self.with_entropy()[0]

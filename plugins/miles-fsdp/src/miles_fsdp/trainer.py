@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
+from miles_local.objective import Objective, with_advantage
 from miles_local.transfer import on_device
 
 from miles_core import packing
@@ -28,7 +29,6 @@ from miles_core.types import Batch, Rank, Sample
 from miles_fsdp import checkpoint, server_kernels
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.models import ACTOR, Models, directory
-from miles_fsdp.objective import Objective
 from miles_fsdp.on_policy import check_equal
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -54,6 +54,7 @@ class FsdpTrainer:
         refuse(config, options.context_parallel_size)
         refuse_hooks(hooks)
         self.objective = Objective(config, hooks)
+        self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
         self._batch: Batch | None = None
         self._sender: Sender | None = None
 
@@ -191,12 +192,13 @@ class FsdpTrainer:
             reduced = np.asarray(reduction(samples), np.float64)
         token_weight = dict(zip(map(id, samples), reduced.tolist(), strict=True))
         shares: dict[str, torch.Tensor] = {}
+        taken = with_advantage(samples, self._samples_at_once()) if self.skips and objective.actor else samples
         unscored = name == ACTOR and self.config.algorithm.skip_actor_forward_only and not any(
-            "log_probs" in sample.columns for sample in samples)
+            "log_probs" in sample.columns for sample in taken)
         columns, model = ColumnParts(), self.models.trained[name]
         filled: list[tuple[MicroBatch, torch.Tensor]] = []
         model.optimizer.zero_grad()
-        for batch in self._micro_batches(samples):
+        for batch in self._micro_batches(taken):
             weights = on_device(np.array([token_weight[id(s)] for s in batch.samples], np.float32), batch.device)
             weights = weights[batch.sample]
             loss, share, log_probs = model.module(
@@ -209,7 +211,7 @@ class FsdpTrainer:
         objective.check_finite()
         for batch, log_probs in filled:
             columns.put(batch, {"log_probs": log_probs})
-        columns.scatter(samples, self.ranks)
+        columns.scatter(taken, self.ranks)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         # Ranks that share rows have all of them worked out the same.
         mine = dict(shares) if self.ranks.context.index == 0 else {}
@@ -218,9 +220,16 @@ class FsdpTrainer:
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total) for key, value in sums.items()}
         metrics |= self.models.step(name)
+        if len(taken) < len(samples):
+            metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if name == ACTOR else name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
-            mismatch(samples, self.batch.version) if unscored else {})
+            mismatch(taken, self.batch.version) if unscored else {})
+
+    def _samples_at_once(self) -> int:
+        """What the number of a step's samples has to be a multiple of."""
+        perf = self.config.perf
+        return self.ranks.data * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
 
     def scoring_pass(self, name: str, parts: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:

@@ -13,7 +13,14 @@
     operands.py       products that round their inputs, where a weight says so
     weights.py        the engine's copy of a checkpoint, filled from Hugging Face names
     sampling.py       keyed draws and stop strings
-    logits.py         log-probs and their gradients by kernels of a GPU, for trainers
+    heap.py           what glibc keeps of freed memory
+
+and what trainers share:
+
+    objective.py      the loss of a micro-batch from the run's hooks
+    logits.py         log-probs and their gradients by kernels of a GPU
+    muon.py           Muon's arithmetic
+    rendezvous.py     ranks meet; transfer.py, arrays reach the device
 """
 
 import os

@@ -47,6 +47,10 @@ class Scored:
     def rows(self) -> dict[str, torch.Tensor]:
         return self.batch.rows()
 
+    @property
+    def has_values(self) -> bool:
+        return self.model.declared.head == "value"
+
     def log_probs(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
         if tokens is None:
             return self.with_entropy()[0]
@@ -63,7 +67,7 @@ class Scored:
         return logprob.top_log_probs(self._hidden, self._policy_head(), k, **self._how())
 
     def values(self) -> torch.Tensor:
-        if self.model.declared.head != "value":
+        if not self.has_values:
             raise HookError(f"the model {self.model.name!r} has no values", code="model-without-values",
                             fix='declare it with head="value"')
         return (self._hidden.float() @ self.model.head.float().t())[:, 0]

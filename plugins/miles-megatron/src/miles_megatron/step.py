@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
+from miles_local.objective import Objective, with_advantage
 from miles_local.transfer import on_device
 
 from miles_core import packing
@@ -32,7 +33,6 @@ from miles_megatron.heads import sizes_of
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.models import Models, empty_cache
-from miles_megatron.objective import Objective
 from miles_megatron.on_policy import check_equal
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
@@ -60,9 +60,7 @@ class MegatronTrainer:
         self.architecture = sizes_of(config) if config.perf.balance_by_flops else None
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
-        self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()
-        if config.perf.skip_zero_advantages and not self.skips:
-            logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
+        self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
         self.throughput = Throughput(config, rank.size)
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
@@ -247,20 +245,6 @@ class MegatronTrainer:
         met = estimate.active_parameters(size)
         return [estimate.flops(n, parameters=met, attention=size.attention) for n in lengths]
 
-    def worth(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples that can have a gradient, in their order, and as many others as fill every rank's micro-batches.
-
-        Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
-        """
-        perf = self.config.perf
-        unit = self.layout.data * self.layout.micro_batch_multiple
-        unit *= 1 if perf.use_dynamic_batch_size else perf.micro_batch_size
-        zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
-        taken = len(samples) - len(zero)
-        fill = max(unit, -(-taken // unit) * unit) - taken
-        left_out = set(zero[fill:])
-        return [sample for i, sample in enumerate(samples) if i not in left_out]
-
     def train(self, model: ModelOnRank, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""
         reduce = self.hooks.reduction[chosen(self.config, "reduction")]
@@ -273,23 +257,25 @@ class MegatronTrainer:
             weights = np.array([token_weight[id(sample)] for sample in batch.samples], np.float32)
             per_sample = on_device(weights, hidden.device)
             scored = Scored(model, hidden, batch, self.temperature)
-            value, share = objective(scored, batch, per_sample[batch.sample])
+            value, share, log_probs = objective(scored, per_sample[batch.sample])
+            if scores is not None:
+                scores.put(batch, {"log_probs": log_probs})
             for key, term in share.items():  # where they were computed: a number would wait for the device
                 shares[key] = shares[key] + term if key in shares else term
             return value
 
         model.zero_grad()
-        taken = self.worth(samples) if self.skips and objective is self.objective else samples
+        taken = with_advantage(samples, self._samples_at_once()) if self.skips and objective.actor else samples
         tokens = sum(sample.length for sample in taken)
         unscored = self.config.algorithm.skip_actor_forward_only and not any("log_probs" in s.columns for s in taken)
-        if objective is self.objective and unscored:
-            objective.scores = ColumnScatter(taken)
+        scores = ColumnScatter(taken) if objective.actor and unscored else None
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
             forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                                  around=self.hooks.microbatch, embedding=self.hooks.embedding_rows,
                                  rope=self.hooks.rope_positions, blocks=self.hooks.attention_blocks)
         objective.check_finite()
-        mismatch = self._filled(objective, taken)
+        if scores is not None:
+            scores.scatter()
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):
@@ -298,15 +284,14 @@ class MegatronTrainer:
         if len(taken) < len(samples):
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
-        return {f"{prefix}/{key}": value for key, value in metrics.items()} | mismatch
+        return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
+            {} if scores is None else mismatch(taken, self.batch.version))
 
-    def _filled(self, objective: Objective, samples: Sequence[Sample]) -> dict[str, float]:
-        """Fill `log_probs` from the step's own forward, if no pass has; the metrics of such a pass."""
-        scores, objective.scores = objective.scores, None
-        if scores is None:
-            return {}
-        scores.scatter()
-        return mismatch(samples, self.batch.version)
+    def _samples_at_once(self) -> int:
+        """What the number of a step's samples has to be a multiple of."""
+        perf = self.config.perf
+        unit = self.layout.data * self.layout.micro_batch_multiple
+        return unit if perf.use_dynamic_batch_size else unit * perf.micro_batch_size
 
     def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:

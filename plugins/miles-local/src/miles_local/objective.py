@@ -1,0 +1,194 @@
+"""The loss of one micro-batch, in every trainer: the bound hooks' per-token terms, summed with the weights of the whole
+step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from miles_core.config.tables import RunConfig
+from miles_core.errors import NonFiniteError, TrainError
+from miles_core.plugins.bind import Hooks
+from miles_core.plugins.resolve import chosen
+from miles_core.stages.loss import LossInputs, Metrics, PolicyLoss, TokenWeights, reduce
+from miles_core.stages.step import ScoredRows
+from miles_core.types import Sample
+
+logger = logging.getLogger(__name__)
+
+Shares = dict[str, torch.Tensor]
+"""Metric -> this micro-batch's share, float64: the shares of a step add up to the metric."""
+
+
+class TrainedRows(Protocol):
+    """The N rows of a micro-batch that are trained on.
+
+    Args:
+        sample: [N] int64, which of `samples` each belongs to.
+        offset: [N] which token of its response each predicts.
+    """
+
+    samples: Sequence[Sample]
+    sample: torch.Tensor
+    offset: Any
+
+    def segment_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [samples, ...]: sums over the rows of each sample."""
+
+
+class Forward(ScoredRows, Protocol):
+    """What a trainer's forward says with gradient.
+
+    Args:
+        has_values: the model has a value head, and no log-probs of its own.
+    """
+
+    batch: TrainedRows
+    has_values: bool
+
+    def with_entropy(self, entropy: bool, gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log p [N] of the rows' targets and, if asked for, the entropy [N], which may have a gradient."""
+
+
+class Objective:
+    """The objective of one model's optimizer step.
+
+    Args:
+        policy_loss: of the actor's objective the run's own by default, with its terms and token weights; another
+            model's loss stands alone.
+    """
+
+    def __init__(self, config: RunConfig, hooks: Hooks, policy_loss: PolicyLoss | None = None):
+        self.actor = policy_loss is None
+        self._algorithm = config.algorithm
+        self._entropy = self._algorithm.entropy_coef != 0 or self._algorithm.observe_training_entropy
+        self._name = chosen(config, "policy_loss") if self.actor else getattr(policy_loss, "__name__", "loss")
+        self._policy_loss: PolicyLoss = policy_loss or hooks.policy_loss[self._name]
+        self._terms = hooks.loss_terms if self.actor else None
+        self._token_weights = hooks.token_weights if self.actor else None
+        self._unchecked: list[tuple[torch.Tensor, torch.Tensor, TrainedRows]] = []
+
+    def __call__(self, scored: Forward, token_weights: torch.Tensor) -> tuple[torch.Tensor, Shares, torch.Tensor]:
+        """The micro-batch's share of the step's loss, of its metrics, and the log-probs [N] without gradient.
+
+        Args:
+            token_weights: [N] of the run's reduction.
+
+        Raises:
+            TrainError: the policy loss is not one value for each token, or has no gradient.
+        """
+        inputs = self._inputs(scored)
+        total, share = self._per_token(inputs)
+        loss = reduce(total, token_weights, inputs.mask)
+        if not loss.requires_grad:
+            raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
+                             fix="compute it from inputs.log_probs, without detach()", code="loss-without-gradient")
+        self._unchecked.append((loss.detach(), total.detach(), scored.batch))
+        if self.actor:
+            # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
+            ours = inputs.rows.get("log_probs", inputs.log_probs)
+            share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()
+        shares = {name: reduce(values.detach().double(), token_weights, inputs.mask) for name, values in share.items()}
+        return loss, shares, inputs.log_probs.detach()
+
+    def check_finite(self) -> None:
+        """Look at the losses of the micro-batches since the last call; between two of them it would stop the device.
+
+        Raises:
+            NonFiniteError: names the first sample whose loss is not finite.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked and not all(torch.stack([loss for loss, *_ in unchecked]).isfinite().tolist()):
+            raise next(self._not_finite(total, batch) for loss, total, batch in unchecked if not loss.isfinite())
+
+    def leaves_out(self, asked: bool) -> bool:
+        """Whether samples without advantage stay out of a step (--skip-zero-advantages); warns if they cannot."""
+        silent = asked and self.silent_at_zero()
+        if asked and not silent:
+            logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
+        return silent
+
+    def silent_at_zero(self) -> bool:
+        """Whether tokens with advantage 0 add nothing to loss and gradient and no term is watched on them.
+
+        Asked of the objective itself, with made-up tokens; one that cannot answer is not silent.
+        """
+        draw = torch.Generator().manual_seed(0)
+        log_probs, old, rollout = (-torch.rand(3, 16, generator=draw, dtype=torch.float64) * 5).unbind()
+        log_probs.requires_grad_(True)
+        sample = torch.arange(16) // 4
+        inputs = LossInputs(
+            log_probs=log_probs, entropy=None, old_log_probs=old, rollout_log_probs=rollout, ref_log_probs=None,
+            advantages=torch.zeros_like(old), mask=torch.ones_like(old), sample=sample,
+            segment_sum=lambda values: values.new_zeros(4, *values.shape[1:]).index_add(0, sample, values), rows={},
+            **self._clips())  # fmt: skip
+        try:
+            total, _ = self._per_token(inputs)
+            gradient = torch.autograd.grad(total.sum(), log_probs)[0] if total.requires_grad else torch.zeros(1)
+        except Exception:  # noqa: BLE001 - it looks at more than was made up
+            return False
+        watched = self._entropy or self._algorithm.use_kl_loss or (self._terms and self._terms(inputs))
+        return not (watched or total.any() or gradient.any())
+
+    def _per_token(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        """[N] of the whole objective, and metrics."""
+        total, metrics = self._policy_loss(inputs)
+        if total.shape != inputs.mask.shape:  # a scalar would be broadcast, and train on something else
+            raise TrainError("the loss should have one value for each token", who=f"policy loss {self._name!r}",
+                             got=f"shape {list(total.shape)}", code="loss-not-per-token",
+                             fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
+        metrics = dict(metrics)
+        if self._token_weights is not None:
+            ones = torch.ones_like(total)
+            weights = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
+            total = torch.where(weights.keep, total * weights.weight.detach(), torch.zeros_like(total))
+            metrics |= weights.metrics
+        if self.actor:
+            metrics = {"pg_loss": total, **metrics}
+        for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
+            metrics[name] = term
+            total = total + coefficient * term if coefficient else total
+        return total, {**metrics, "loss": total}
+
+    def _inputs(self, scored: Forward) -> LossInputs:
+        rows, batch, values, entropy = scored.rows, scored.batch, None, None
+        if scored.has_values:
+            wide = values = scored.values()
+            log_probs = rows.get("log_probs", rows["rollout_log_probs"])
+        else:
+            log_probs, entropy = scored.with_entropy(self._entropy, self._algorithm.entropy_coef != 0)
+            wide = log_probs
+        old = rows["rollout_log_probs"] if self._algorithm.use_rollout_logprobs else rows.get("log_probs")
+        return LossInputs(
+            log_probs=log_probs, entropy=entropy, old_log_probs=(log_probs.detach() if old is None else old).to(wide),
+            rollout_log_probs=rows["rollout_log_probs"], ref_log_probs=rows.get("ref_log_probs"),
+            advantages=rows["advantages"].to(wide), mask=rows["loss_mask"].to(wide.dtype), sample=batch.sample,
+            segment_sum=batch.segment_sum, rows=dict(rows), values=values, samples=batch.samples,
+            **self._clips())  # fmt: skip
+
+    def _clips(self) -> dict[str, Any]:
+        return {name: getattr(self._algorithm, name) for name in ("eps_clip", "eps_clip_high", "eps_clip_c")}
+
+    def _not_finite(self, total: torch.Tensor, batch: TrainedRows) -> NonFiniteError:
+        odd = (~torch.isfinite(total)).nonzero()
+        row = int(odd[0]) if len(odd) else 0
+        return NonFiniteError(
+            f"the loss of {batch.samples[int(batch.sample[row])].name} is not finite", code="loss-not-finite",
+            got=f"{float(total[row])} at token {int(batch.offset[row])} of its response",
+            who=f"policy loss {self._name!r}", fix="look at the sample's log-probs and reward; the optimizer has not "
+            "seen it, so the last checkpoint is good")
+
+
+def with_advantage(samples: Sequence[Sample], multiple: int) -> list[Sample]:
+    """The samples that can have a gradient, in their order, and as many others as make a multiple, at least one.
+
+    Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
+    """
+    zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
+    taken = len(samples) - len(zero)
+    fill = max(multiple, -(-taken // multiple) * multiple) - taken
+    left_out = set(zero[fill:])
+    return [sample for i, sample in enumerate(samples) if i not in left_out]
