@@ -33,8 +33,8 @@ from miles_core.record.directory import RunDirectory
 from miles_core.record.journal import Journal
 
 WAYS = {"true_on_policy_mode": (attention.EXACT_KEYS, step.check_equal, on_policy.engine_order),
-        "default": (attention.EXACT_KEYS, lambda samples: None, nullcontext),
-        "sdpa": (0, lambda samples: None, nullcontext)}  # fmt: skip
+        "default": (attention.EXACT_KEYS, lambda *_: None, nullcontext),
+        "sdpa": (0, lambda *_: None, nullcontext)}  # fmt: skip
 
 
 class Meter:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from miles_local import heap
 from miles_local.objective import Objective, with_advantage
+from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
 from miles_core import packing
@@ -29,7 +30,7 @@ from miles_core.types import Batch, Rank, Sample
 from miles_fsdp import checkpoint, server_kernels
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.models import ACTOR, Models, directory
-from miles_fsdp.on_policy import check_equal
+from miles_fsdp.on_policy import SUSPECT
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.refusals import refuse, refuse_hooks
@@ -265,7 +266,7 @@ class FsdpTrainer:
             access.forward(ACTOR, lambda rows: {"log_probs": rows.log_probs()})
             metrics |= mismatch(self.batch.samples, self.batch.version)
             if algorithm.true_on_policy_mode:
-                check_equal(self.batch.samples)
+                check_equal(self.batch.samples, SUSPECT)
             metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if algorithm.needs_reference:
             begin = time.perf_counter()

@@ -18,6 +18,7 @@
 and what trainers share:
 
     objective.py      the loss of a micro-batch from the run's hooks
+    on_policy.py      the checks of --true-on-policy-mode
     logits.py         log-probs and their gradients by kernels of a GPU
     muon.py           Muon's arithmetic
     rendezvous.py     ranks meet; transfer.py, arrays reach the device

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from miles_local import heap
 from miles_local.objective import Objective, with_advantage
+from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
 from miles_core import packing
@@ -33,7 +34,7 @@ from miles_megatron.heads import sizes_of
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.models import Models, empty_cache
-from miles_megatron.on_policy import check_equal
+from miles_megatron.on_policy import SUSPECT
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
 from miles_megatron.scored import Scored, Temperature
@@ -317,7 +318,7 @@ class MegatronTrainer:
             with self._phase("log_probs"):
                 access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
             if algorithm.true_on_policy_mode:
-                check_equal(self.batch.samples)
+                check_equal(self.batch.samples, SUSPECT)
             metrics.update(mismatch(self.batch.samples, self.batch.version))
             metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from miles_megatron.on_policy import check_equal
+from miles_local.on_policy import check_equal
 
 from miles_core.errors import TrainError
 from miles_core.types import Prompt, Sample
@@ -19,7 +19,7 @@ def sample(index, trainer, engine, mask=None):
 
 def test_equal_bits_pass():
     """Also where untrained tokens differ, and where nothing is trained at all."""
-    check_equal([sample(0, [-1.5, -0.25], [-1.5, -0.25]), sample(1, [-1, -2], [-1, -9], [1, 0]), sample(2, [], [])])
+    check_equal([sample(0, [-1.5, -0.25], [-1.5, -0.25]), sample(1, [-1, -2], [-1, -9], [1, 0]), sample(2, [], [])], "")
 
 
 @pytest.mark.parametrize("wrong", [np.nextafter(np.float32(-0.25), np.float32(0)), np.nan])
@@ -27,5 +27,7 @@ def test_equal_bits_pass():
 def test_one_unit_in_the_last_place_is_named(wrong, side):
     both = [[-1.5, -0.25, -3], [-1.5, -0.25, -3]]
     both[side][1] = wrong
-    with pytest.raises(TrainError, match=r"prompt 7, sample 1: .*1 of 3 log-probs differ, first at response token 1"):
-        check_equal([sample(0, [-1], [-1]), sample(1, *both)])
+    with pytest.raises(TrainError) as caught:
+        check_equal([sample(0, [-1], [-1]), sample(1, *both)], "an adapter")
+    assert caught.value.code == "true-on-policy-log-probs-differ" and caught.value.who == "train prompt 7 (row 7), sample 1"
+    assert "1 of 3" in caught.value.what and "token 1" in caught.value.what and "an adapter" in caught.value.fix
