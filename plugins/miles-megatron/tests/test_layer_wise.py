@@ -1,4 +1,4 @@
-"""--optimizer dist_muon: the weights of plain Muon, a rank's part of its state, and checkpoints that both go on from."""
+"""--optimizer dist_muon: the weights of plain Muon, a rank's share of its state, checkpoints that both go on from."""
 
 from __future__ import annotations
 
