@@ -125,6 +125,7 @@ def test_state_that_leaves_the_device_between_calls_comes_back(flags, train, tra
     ("--plugin", "param-groups", "--freeze-params-name-list", "embed_tokens", r"layers\.0\."),
 ])  # fmt: skip
 def test_adapters_rates_and_frozen_parameters_are_those_of_plain_muon(flags, train, trained, alone, tmp_path):
+    flags = (*flags, "--adam-eps", "1e-3")  # where gradients cancel, Adam would take what is rounded for a direction
     ours, theirs = trained("ep2-dp2", *flags), alone("ep2-dp2", *flags)
     print(f"\n{flags}: weights {gap(ours, theirs):.1e}")
     assert gap(ours, theirs) <= WEIGHTS
