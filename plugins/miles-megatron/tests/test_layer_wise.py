@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from miles_megatron.testing import muon
 from miles_megatron.testing.muon import gap
 from miles_megatron.testing.ranks import batches
+
+from miles_core.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("muon")  # one worker: the processes are started once
 
@@ -17,6 +20,7 @@ LAYOUTS = {
     "dp2": (2, "qwen3"),
     "dp4": (4, "qwen3"),
     "cp2": (2, "qwen3", "--context-parallel-size", 2),
+    "pp2": (2, "qwen3", PP, 2),
     "tp2-dp2": (4, "qwen3", TP, 2),
     "pp2-dp2": (4, "qwen3", PP, 2),
     "dp2-moe": (2, "qwen3_moe"),
@@ -27,7 +31,7 @@ LAYOUTS = {
     "one": (1, "qwen3"),
     "one-moe": (1, "qwen3_moe"),
 }  # fmt: skip
-PARTS = {"tp2-dp2": 2, "pp2-dp2": 2, "ep2": 2, "ep2-dp2": 2, "tp2-etp1": 2, "tp2-dp2-moe": 2}
+PARTS = {"pp2": 2, "tp2-dp2": 2, "pp2-dp2": 2, "ep2": 2, "ep2-dp2": 2, "tp2-etp1": 2, "tp2-dp2-moe": 2}
 """How many different parts of the model there are among the ranks, where they do not all have the whole."""
 WEIGHTS = 2e-7
 PLAIN = ("--optimizer", "muon")
@@ -134,3 +138,59 @@ def test_adapters_rates_and_frozen_parameters_are_those_of_plain_muon(flags, tra
         assert {key: one[key] for key in one if "lr-pg" in key} == {key: other[key] for key in other if "lr-pg" in key}
     train("ep2-dp2", *flags, which=slice(0, 2), save=tmp_path)
     assert gap(train("ep2-dp2", *flags, "--load", tmp_path, which=slice(2, 3)), ours) == 0
+
+
+COUNTING = '''
+from miles_core import hookimpl
+
+
+class Counting:
+    @hookimpl("clip_gradients", name="counting")
+    def counting(self, gradients):
+        """The norm from what the hook is given; nothing is clipped."""
+        squares = sum(float(piece.grad.double().square().sum()) for piece in gradients.pieces if piece.counts)
+        return gradients.sums({"norm": squares})["norm"] ** 0.5
+'''
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dp2", "tp2-etp1", "tp2-dp2-moe"])
+def test_a_clipping_of_ones_own_sees_every_gradient_once(name, train, trained, tmp_path):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    ours = train(name, "--plugin", tmp_path / "counting.py", "--clip-gradients", "counting", which=slice(0, 1))
+    assert ours["steps"][0]["train/grad_norm"] == pytest.approx(trained(name)["steps"][0]["train/grad_norm"], rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
+def test_a_checkpoint_goes_on_where_a_rank_has_no_parameter_of_a_group(optimizer, train, trained, tmp_path):
+    """The output layer's rate is a group that the first stage has nothing of."""
+    flags = ("--plugin", "param-groups", "--lr-mult", "lm_head=0.5", "--bf16", "--optimizer", optimizer)
+    train("pp2", *flags, which=slice(0, 2), save=tmp_path)
+    assert gap(train("pp2", *flags, "--load", tmp_path, which=slice(2, 3)), trained("pp2", *flags)) == 0
+
+
+def test_the_plan_says_that_state_is_divided_and_refuses_stretches(plan):
+    made = plan("--actor-num-gpus-per-node", 2)
+    assert made.config.surface("megatron")["use_distributed_optimizer"] is False
+    assert any("data-parallel ranks divide parameters" in note for note in made.notes)
+    with pytest.raises(ConfigError) as caught:
+        plan("--use-distributed-optimizer")
+    assert caught.value.code == "muon-option"
+
+
+def test_a_rank_makes_state_of_its_own_parameters_alone_and_all_train_again(hf_model, port):
+    from miles_megatron import layer_wise, optimizer
+
+    model, model.weight_map = port(hf_model(moe=True))
+    options = optimizer.OptimizerOptions(optimizer="dist_muon", use_distributed_optimizer=False)
+    chunks = optimizer.wrap([model], model.config, options)
+    made, _ = optimizer.make_optimizer(chunks, options)
+    assert isinstance(made, layer_wise.LayerWiseOptimizer)
+    own = layer_wise.shares(chunks, torch.numel)
+    assert all(share.own for share in own) and {share.parameter for share in own} == set(model.parameters())
+    sizes = [share.parameter.numel() for share in own]
+    assert sizes == sorted(sizes, reverse=True)
+    with layer_wise.only_own([layer_wise.Share(one.parameter, 1, one.group) for one in own[:2]]):
+        assert [one.requires_grad for one in model.parameters()].count(False) == 2
+    assert all(one.requires_grad for one in model.parameters())

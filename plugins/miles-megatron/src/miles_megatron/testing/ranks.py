@@ -165,7 +165,7 @@ class Trial:
             return steps, trained, weights, _of_this_rank(trainer)
 
         steps, batch, weights, here = self._with_trainer(selected, config, use)
-        results = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
+        results: dict[Any, Any] = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
         results["rank", self.rank.index] = here
         return results if weights is None else results | {"weights": weights, "batch": batch}
 
@@ -192,13 +192,13 @@ class Trial:
 
 def _of_this_rank(trainer: Any) -> dict[str, Any]:
     """Nothing of a trainer that is not Megatron's."""
-    actor = getattr(trainer.models, "actor", None)
-    if (memory := getattr(actor, "memory", None)) is None:
+    actor: Any = getattr(trainer.models, "actor", None)
+    if not hasattr(actor, "memory"):
         return {}
     weights = hashlib.sha256()
     for tensor in actor.tensors():
         weights.update(tensor.detach().float().cpu().numpy().tobytes())
-    return {"state": memory.held("optimizer"), "weights": weights.hexdigest()}
+    return {"state": actor.memory.held("optimizer"), "weights": weights.hexdigest()}
 
 
 class OffloadedBetweenCalls:
