@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from miles_local import muon_options
-
 from miles_core.config import option
 from miles_core.hookspecs import hookimpl
 
@@ -44,20 +42,18 @@ class FsdpOptions:
         False, "Keep parameters, gradients and optimizer state in host memory; the optimizer runs there.",
         flags=("--fsdp-cpu-offload",))
     muon_momentum: float = option(
-        0.95, "With --optimizer muon: decay of the momentum of matrices.", within=muon_options.MOMENTUM,
-        flags=("--muon-momentum",))
+        0.95, "With --optimizer muon: decay of the momentum of matrices.", within=(0, 1), flags=("--muon-momentum",))
     muon_use_nesterov: bool = option(
         False, "Orthogonalize what the next momentum would be (Nesterov).", flags=("--muon-use-nesterov",))
     muon_num_ns_steps: int = option(
-        5, "Newton-Schulz steps that orthogonalize a matrix.", within=muon_options.NUM_NS_STEPS,
-        flags=("--muon-num-ns-steps",))
-    muon_scale_mode: muon_options.Scale = option(
+        5, "Newton-Schulz steps that orthogonalize a matrix.", within=(1,), flags=("--muon-num-ns-steps",))
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
         "spectral", "An orthogonal matrix is multiplied by the root of this: its larger size, outputs / inputs, or the "
         "latter, at least 1.", flags=("--muon-scale-mode",))
     muon_extra_scale_factor: float = option(
         1.0, "A further factor; with spectral and 0.2 a matrix moves about as far as by AdamW.",
         flags=("--muon-extra-scale-factor",))
-    muon_fp32_matmul_prec: muon_options.Precision | None = option(
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = option(
         None, "Newton-Schulz steps in bfloat16, in TF32 where the GPU has it, or in float32; default: medium where the "
         "run is in bfloat16, else highest.", flags=("--muon-fp32-matmul-prec",))
 
@@ -75,9 +71,11 @@ class Fsdp:
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         """Nothing follows, once what this trainer would leave without effect is refused."""
+        from miles_local.muon_options import MUON
+
         from miles_fsdp.refusals import refuse
 
-        ours, muon = config.perf.trainer == "fsdp", config.optimizer.optimizer in muon_options.MUON
+        ours, muon = config.perf.trainer == "fsdp", config.optimizer.optimizer in MUON
         if ours:
             refuse(config, self._options.context_parallel_size)
         if not ours and (keys := _set(config, "fsdp.")):

@@ -1,4 +1,4 @@
-"""What Muon's options may say, for every trainer. No torch here."""
+"""What Muon's options may say, for every trainer; one whose options are read unrun repeats it. No torch here."""
 
 from __future__ import annotations
 
