@@ -50,13 +50,13 @@ def shares(chunks: Sequence[torch.nn.Module], size: Callable[[torch.nn.Parameter
     groups = {True: parallel_state.get_data_parallel_group(with_context_parallel=True),
               False: parallel_state.get_expert_data_parallel_group()}
     loads = {dense: [0] * group.size() for dense, group in groups.items()}
-    found = []
+    division = []
     for one in sorted(trained, key=size, reverse=True):
         dense = getattr(one, "allreduce", True)
         owner = min(range(len(loads[dense])), key=loads[dense].__getitem__)
         loads[dense][owner] += size(one)
-        found.append(Share(one, owner, groups[dense]))
-    return found
+        division.append(Share(one, owner, groups[dense]))
+    return division
 
 
 @contextmanager
