@@ -95,8 +95,8 @@ def test_a_rank_has_the_share_of_state_that_the_plan_counts(name, flags, trained
     assert max(state) == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "flags"), [("dp2", ("--bf16",)), *full(
-    ("dp2", ()), ("ep2-dp2", ()), ("ep2-dp2", ("--bf16",)), ("pp2-dp2", ("--bf16",)))])
+@pytest.mark.parametrize(("name", "flags"), [("dp2", ()), *full(
+    ("dp2", ("--bf16",)), ("ep2-dp2", ()), ("ep2-dp2", ("--bf16",)), ("pp2-dp2", ("--bf16",)))])
 def test_a_resumed_run_goes_on_bit_for_bit(name, flags, train, trained, tmp_path):
     straight = trained(name, *flags)
     train(name, *flags, which=slice(0, 2), save=tmp_path)
