@@ -241,7 +241,7 @@ class Algorithm:
 class Optimizer:
     """Megatron-core's optimizer and schedule; its OptimizerConfig fields belong here too."""
 
-    optimizer: Literal["adam", "muon"] = option("adam", "Which optimizer; muon: with AdamW for all but matrices.")
+    optimizer: Literal["adam", "muon", "dist_muon"] = option("adam", "Muon: with AdamW for all but matrices.")
     lr: float = option(1e-6, "Learning rate.", within=(0, 0.1))
     min_lr: float = option(0.0, "Learning rate at the end of a decay.")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")

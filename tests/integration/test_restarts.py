@@ -136,11 +136,13 @@ def test_a_signal_ends_every_process(run_file, tmp_path, session):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_five_times_changes_no_bit(run_file, tmp_path):
-    """Two ranks; each start loses one of them at a moment of its own. A quick machine does some rollouts in each."""
+@pytest.mark.parametrize("flags", [(), ("--optimizer", "dist_muon")])
+def test_a_rank_killed_five_times_changes_no_bit(flags, run_file, tmp_path):
+    """Two ranks, which share the optimizer's state; each start loses one of them at a moment of its own. A quick
+    machine does some rollouts in each."""
     kills, rollouts, dice = 5, 40, random.Random(4)
     course = KillResume(tmp_path, [run_file(), "--actor-num-gpus-per-node", "2", "--threads", "1", "--rollout-shuffle",
-                               "--save-interval", "1", "--max-restarts", str(kills)], rollouts=rollouts)
+                               "--save-interval", "1", "--max-restarts", str(kills), *flags], rollouts=rollouts)
     reference = course.finish("reference")
     run = tmp_path / "killed" / "run"
 

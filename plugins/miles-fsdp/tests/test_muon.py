@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import typing
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from miles_fsdp.muon import Muon, output_axes
+from miles_fsdp.optimizer import optimizer_of
 from miles_fsdp.plugin import FsdpOptions
+from miles_local import muon_options
 from miles_local.muon import QUINTIC
 from miles_megatron.testing import muon
 from miles_megatron.testing.muon import gap
@@ -20,6 +24,7 @@ from miles_testing.singular_values import on_singular_values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from miles_core.config.tables import Optimizer
 from miles_core.errors import CheckpointError, MilesError
 
 pytestmark = pytest.mark.xdist_group("muon")  # one worker: the processes are started once
@@ -33,6 +38,22 @@ MUON = ("--optimizer", "muon", "--muon-extra-scale-factor", "0.2")
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     return muon.planner(tmp_path_factory.mktemp("muon"), SIZES, EXPERTS, "--trainer", "fsdp", "--lr", "2e-3")
+
+
+def test_options_take_what_muon_knows():
+    """They have to be literals, so they are written again."""
+    hints, within = typing.get_type_hints(FsdpOptions), {
+        one.name: one.metadata["within"] for one in dataclasses.fields(FsdpOptions)}
+    assert hints["muon_scale_mode"] == muon_options.Scale
+    assert hints["muon_fp32_matmul_prec"] == muon_options.Precision | None
+    assert within["muon_momentum"] == muon_options.MOMENTUM
+    assert within["muon_num_ns_steps"] == muon_options.NUM_NS_STEPS
+    assert {*muon_options.MUON, "adam"} == set(typing.get_args(typing.get_type_hints(Optimizer)["optimizer"]))
+
+
+@pytest.mark.parametrize("name", muon_options.MUON)
+def test_both_values_of_the_optimizer_are_muon(name):
+    assert isinstance(optimizer_of(torch.nn.Linear(2, 2), Optimizer(optimizer=name), FsdpOptions()), Muon)
 
 
 @pytest.fixture(scope="module")

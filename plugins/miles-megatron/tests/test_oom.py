@@ -7,7 +7,7 @@ import pytest
 import torch
 from miles_megatron.oom import explained, remedies
 
-from miles_core.config.tables import Perf, RunConfig
+from miles_core.config.tables import Optimizer, Perf, RunConfig
 from miles_core.errors import OutOfMemoryError
 
 PACKED = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=8192))
@@ -44,6 +44,11 @@ def test_every_remedy_takes_less_than_the_run_does():
                     perf=Perf(micro_batch_size=4, log_probs_chunk_size=128))
     assert remedies("step 0", spare) == ["--micro-batch-size 2", "--tensor-model-parallel-size 8, or more ranks"]
     assert remedies("load", PACKED) == ["--optimizer-cpu-offload", "--tensor-model-parallel-size 2, or more ranks"]
+    muon, layer_wise = (replace(PACKED, optimizer=Optimizer(optimizer=name)) for name in ("muon", "dist_muon"))
+    ranks = replace(muon, perf=replace(PACKED.perf, actor_num_gpus_per_node=2))
+    assert remedies("load", ranks) == ["--optimizer dist_muon", "--tensor-model-parallel-size 2, or more ranks"]
+    assert remedies("load", replace(muon, perf=replace(muon.perf, actor_num_gpus_per_node=1))) == remedies(
+        "load", layer_wise) == ["--tensor-model-parallel-size 2, or more ranks"]
     scoring = replace(PACKED, perf=replace(PACKED.perf, log_probs_max_tokens_per_gpu=32768))
     assert "--log-probs-max-tokens-per-gpu 16384" in remedies("log_probs", scoring)
     assert "--recompute-granularity full" not in remedies("ref_log_probs", scoring)

@@ -1,5 +1,6 @@
 """The memory plan, against what torch really keeps: parameters, saved tensors, the peak of the log-probs."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from miles_megatron import memory_plan as memory
 from miles_megatron.layout import Layout
 
 from miles_core.config.architecture import Architecture
-from miles_core.config.tables import Perf, RunConfig
+from miles_core.config.tables import Optimizer, Perf, RunConfig
 from miles_core.errors import ConfigError
 
 CONSTANTS = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -163,6 +164,19 @@ def test_muon_has_one_momentum_of_each_matrix_of_a_layer(built):
     named = built(True, 4).named_parameters()
     matrices = sum(one.numel() for name, one in named if ".layers." in name and one.ndim == 2)
     assert spared == pytest.approx(4 * matrices, rel=2e-3) and spared >= 4 * matrices
+
+
+def test_layer_wise_muon_has_a_ranks_share_and_an_embedding_whole():
+    plain, divided = (replace(RunConfig(), optimizer=Optimizer(optimizer=name), surfaces={
+        "megatron": {"use_distributed_optimizer": False}}) for name in ("muon", "dist_muon"))
+    model = functools.partial(described, True, 4, data=2, expert=2, world=4)
+    few, many = model(expert_data=2), model(expert_data=8)
+    dense, experts = estimate.state_of(plain, few, 0, 12)
+    assert estimate.trainer(plain, few)["optimizer"] == dense + experts
+    assert estimate.trainer(divided, few)["optimizer"] == dense / 2 + experts / 2
+    table = 12 * 512 * 128
+    assert estimate.trainer(divided, replace(many, layout=replace(many.layout, data=64)))["optimizer"] == (
+        table + experts / 8)
 
 
 def test_small_moments_leave_less_of_the_optimizer():

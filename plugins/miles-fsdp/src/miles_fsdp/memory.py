@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_local.muon_options import MUON
+
 from miles_core.config.hardware import trainer_gpus
 from miles_core.config.tables import RunConfig
 from miles_fsdp.plugin import FsdpOptions
@@ -39,7 +41,7 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False, imag
     folder = Path(str(config.checkpoint.hf_checkpoint))
     if (count := parameters(folder)) is None:
         return
-    muon = config.optimizer.optimizer == "muon"
+    muon = config.optimizer.optimizer in MUON
     moments = 2 * count - (parameters(folder, matrices=True) or 0) * muon
     computed = 2 if perf.bf16 else 4
     parts = {"frozen weights": count * computed} if frozen else {

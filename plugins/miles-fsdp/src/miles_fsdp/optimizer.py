@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from miles_local.muon_options import MUON
 
 from miles_core.config.tables import Optimizer
 from miles_core.errors import ConfigError, HookError, NonFiniteError
@@ -71,7 +72,7 @@ def optimizer_of(module: torch.nn.Module, options: Optimizer, own: FsdpOptions) 
 
     Parameters with a factor of the learning rate (`lr_mult`) are groups behind the others, the highest rate first.
     """
-    axes = output_axes(module) if options.optimizer == "muon" else {}
+    axes = output_axes(module) if options.optimizer in MUON else {}
     groups: dict[tuple[bool, float, bool, int], list[torch.nn.Parameter]] = {}
     for name, one in module.named_parameters():
         if one.requires_grad:
@@ -83,7 +84,7 @@ def optimizer_of(module: torch.nn.Module, options: Optimizer, own: FsdpOptions) 
         for apart, negative, plain, axis in sorted(groups)]
     adam: dict[str, Any] = {"lr": options.lr, "eps": options.adam_eps, "fused": True,
                             "betas": (options.adam_beta1, options.adam_beta2)}
-    return Muon(settings, own, **adam) if options.optimizer == "muon" else ShardedAdamW(settings, **adam)
+    return Muon(settings, own, **adam) if options.optimizer in MUON else ShardedAdamW(settings, **adam)
 
 
 class ShardedGradients:

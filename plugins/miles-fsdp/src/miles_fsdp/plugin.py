@@ -71,9 +71,11 @@ class Fsdp:
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         """Nothing follows, once what this trainer would leave without effect is refused."""
+        from miles_local.muon_options import MUON
+
         from miles_fsdp.refusals import refuse
 
-        ours, muon = config.perf.trainer == "fsdp", config.optimizer.optimizer == "muon"
+        ours, muon = config.perf.trainer == "fsdp", config.optimizer.optimizer in MUON
         if ours:
             refuse(config, self._options.context_parallel_size)
         if not ours and (keys := _set(config, "fsdp.")):

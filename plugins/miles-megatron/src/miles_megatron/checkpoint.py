@@ -32,7 +32,7 @@ from miles_core.types import LOCK, TRACKER
 from miles_megatron import checkpoint_integrity, checkpoint_write, cpu, foreign, index
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.checkpoint_write import STATE, Staged
-from miles_megatron.optimizer import load_state, prepare_state
+from miles_megatron.optimizer import load_state, numbered_groups, prepare_state
 from miles_megatron.shards import few
 from miles_megatron.weights import global_parameters, known_by
 
@@ -260,7 +260,8 @@ def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bo
     if optimizer is not None:
         # State of layers and experts is stacked as they are, unless some of them have none.
         apart = _tensors(chunks, metadata | {"singleton_local_shards": True}) if _partly_frozen(chunks) else sharded
-        sharded["optimizer"] = optimizer.sharded_state_dict(apart, is_loading=loading, metadata=metadata)
+        state = optimizer.sharded_state_dict(apart, is_loading=loading, metadata=metadata)
+        sharded["optimizer"] = numbered_groups(optimizer, state)
     return sharded
 
 

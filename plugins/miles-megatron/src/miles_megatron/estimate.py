@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miles_local.muon_options import LAYER_WISE, MUON
+
 from miles_core.config.architecture import Architecture, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
 from miles_megatron.heads import Compressed, OfLayers, embedded, heads_of, mean_ffn, sizes_of, streams_of
@@ -206,28 +208,49 @@ def _sparse_of(config: RunConfig, model: ModelDimensions, stage: int) -> float:
 def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, float]:
     layout, megatron = model.layout, config.surface("megatron")
     layers, last = layers_of(config, model, stage), stage == layout.pipeline - 1
-    mixtures = _sparse_of(config, model, stage)
-    dense, sparse = parameters(model, layers, stage == 0, last, mixtures)
-    each = _optimizer_bytes(config, model.value)
-    sharded = megatron.get("use_distributed_optimizer", True)
-    dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
-    activations, passing = _activations(config, model, layers, stage, mixtures / layers)
+    activations, passing = _activations(config, model, layers, stage, _sparse_of(config, model, stage) / layers)
     logits = _logits(config, model, _fused(config, model)) if last else 0.0
-    dense += beside_embedding(config) * (stage == 0)
+    count = sum(parameters_of(config, model, stage))
     return {
-        "weights": model.value * (dense + sparse),
-        "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
-        "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks) - spared(config, model, layers, mixtures),
+        "weights": model.value * count,
+        "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * count,
+        "optimizer": state_of_a_rank(config, model, stage, _optimizer_bytes(config, model.value)),
         "activations": activations,
         ("logits" if logits > passing else "a layer's gradients"): max(logits, passing) + WORKSPACES,
     }
 
 
-def spared(config: RunConfig, model: ModelDimensions, layers: float, sparse: float | None = None) -> float:
-    """Bytes of second moments that a rank does not have with Muon: those of matrices of layers, or nearly, as norms are
-    counted, too. Arguments as of `parameters`."""
-    muon = config.optimizer.optimizer == "muon"
-    return FP32 * sum(parameters(model, layers, False, False, sparse)) if muon else 0.0
+def parameters_of(config: RunConfig, model: ModelDimensions, stage: int) -> tuple[float, float]:
+    """(dense, experts') parameters of one rank of a stage."""
+    layers, last = layers_of(config, model, stage), stage == model.layout.pipeline - 1
+    dense, sparse = parameters(model, layers, stage == 0, last, _sparse_of(config, model, stage))
+    return dense + beside_embedding(config) * (stage == 0), sparse
+
+
+def state_of(config: RunConfig, model: ModelDimensions, stage: int, each: float) -> tuple[float, float]:
+    """Bytes of the optimizer's state of the (dense, experts') parameters of a stage, before data-parallel ranks divide
+    it. Muon has no second moments of matrices of layers; norms are counted as such, too.
+
+    Args:
+        each: bytes for a parameter with Adam's two moments.
+    """
+    whole, matrices = parameters_of(config, model, stage), (0.0, 0.0)
+    if config.optimizer.optimizer in MUON:
+        layers = layers_of(config, model, stage)
+        matrices = parameters(model, layers, False, False, _sparse_of(config, model, stage))
+    dense, experts = (each * count - FP32 * less for count, less in zip(whole, matrices, strict=True))
+    return dense, experts
+
+
+def state_of_a_rank(config: RunConfig, model: ModelDimensions, stage: int, each: float) -> float:
+    """The same on the data-parallel rank that has most. Layer-wise an embedding or output layer is one rank's."""
+    layout, layer_wise = model.layout, config.optimizer.optimizer == LAYER_WISE
+    dense, experts = state_of(config, model, stage, each)
+    if not (layer_wise or config.surface("megatron").get("use_distributed_optimizer", True)):
+        return dense + experts
+    ends = stage in (0, layout.pipeline - 1)
+    table = each * model.size.vocab * model.size.hidden / layout.tensor if layer_wise and ends else 0.0
+    return max(dense / (layout.data * layout.context), table) + experts / layout.expert_data
 
 
 def beside_embedding(config: RunConfig) -> int:

@@ -169,8 +169,8 @@ def _held(part: MegatronOptimizer,
 
 
 def _original(part: MegatronOptimizer) -> bool:
-    """False where another data-parallel rank holds the same gradients; the distributed optimizer holds each once."""
-    if hasattr(part, "model_param_group_index_map"):
+    """False where another data-parallel rank holds the same gradients; distributed optimizers hold each once."""
+    if hasattr(part, "model_param_group_index_map") or part.get_grad_stats_parallel_group() is dist.group.WORLD:
         return True
     if part.optimizer.param_groups[0]["is_expert_parallel"]:
         return parallel_state.get_expert_data_parallel_rank() == 0

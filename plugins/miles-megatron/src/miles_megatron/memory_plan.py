@@ -11,12 +11,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from miles_local.muon_options import LAYER_WISE, MUON
+
 from miles_core.config.hardware import gpus, trainer_gpus
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_megatron import engine_weights, estimate
-from miles_megatron.estimate import FP32, ModelDimensions, dimensions_of, parameters, tokens_of, trainer
+from miles_megatron.estimate import FP32, ModelDimensions, dimensions_of, tokens_of, trainer
 from miles_megatron.layout import layout_of
 
 GIB = 2**30
@@ -114,7 +116,10 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
     while limit and limit > 2048:
         limit //= 2
         tries[f"--max-tokens-per-gpu {limit}"] = replace(config, perf=replace(perf, max_tokens_per_gpu=limit))
-    tries["--optimizer-cpu-offload"] = config.with_surface("megatron", optimizer_cpu_offload=True)
+    if config.optimizer.optimizer in MUON:
+        tries[f"--optimizer {LAYER_WISE}"] = replace(config, optimizer=replace(config.optimizer, optimizer=LAYER_WISE))
+    else:
+        tries["--optimizer-cpu-offload"] = config.with_surface("megatron", optimizer_cpu_offload=True)
     twice = replace(config, perf=replace(perf, actor_num_gpus_per_node=2 * perf.actor_num_gpus_per_node))
     tries[f"--tensor-model-parallel-size {2 * tensor} on twice the GPUs"] = twice.with_surface(
         "megatron", tensor_model_parallel_size=2 * tensor, sequence_parallel=True)
@@ -200,11 +205,13 @@ def staging(config: RunConfig) -> float | None:
     model = dimensions_of(config)
     if model is None:
         return None
-    stages = model.layout.pipeline
-    count = max(sum(parameters(model, model.size.layers / stages, stage == 0, stage == stages - 1))
-                + estimate.beside_embedding(config) * (stage == 0) for stage in (0, stages - 1))
-    state = 3 * FP32 * count - estimate.spared(config, model, model.size.layers / stages)
-    return count * model.value + (0 if config.checkpoint.no_save_optim else state)
+    layer_wise, parts = config.optimizer.optimizer == LAYER_WISE, []
+    for stage in (0, model.layout.pipeline - 1):
+        state = (estimate.state_of_a_rank(config, model, stage, 3 * FP32) if layer_wise
+                 else sum(estimate.state_of(config, model, stage, 3 * FP32)))
+        weights = model.value * sum(estimate.parameters_of(config, model, stage))
+        parts.append(weights + (0 if config.checkpoint.no_save_optim else state))
+    return max(parts)
 
 
 def _sum(parts: Mapping[str, float]) -> str:

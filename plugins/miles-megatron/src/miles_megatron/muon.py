@@ -16,6 +16,7 @@ from miles_local.muon import MOMENTUM, Steps
 
 from miles_megatron import cpu, tensor_merges
 from miles_megatron.adam import AdamW, prepare
+from miles_megatron.layer_wise import Share, shares
 from miles_megatron.ownership import hf_shapes, hf_tensors, shard
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.weights import global_parameters, instances, of_all_experts
@@ -115,6 +116,12 @@ class Muon(AdamW):
     def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
         """[experts, outputs, inputs], in float32."""
         return self._steps.orthogonalized(matrices).float() * self._steps.scale(*matrices.shape[1:])
+
+
+def divided(chunks: Sequence[torch.nn.Module]) -> list[Share]:
+    """Parameters by the bytes of their state: a momentum or two moments, and a master of what is not in float32."""
+    matrices = matrices_of(chunks)
+    return shares(chunks, lambda one: one.numel() * ((1 if one in matrices else 2) + (one.dtype != torch.float32)))
 
 
 def take_over(optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module], settings: OptimizerConfig) -> None:

@@ -1,8 +1,14 @@
-"""What --optimizer muon asks of a run: values that it knows, and state that is whole on each rank. No torch here."""
+"""What --optimizer muon and dist_muon ask of a run: values that they know, and matrices that are whole on a rank.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
+
+from miles_local.muon_options import LAYER_WISE, MOMENTUM, MUON, NUM_NS_STEPS, Precision, Scale
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -10,14 +16,13 @@ from miles_core.errors import ConfigError
 
 SHARDED = "use_distributed_optimizer"
 KNOWN = {
-    "muon_momentum": ("0 to 1", lambda value: 0 <= value <= 1),
-    "muon_num_ns_steps": ("1 or more", lambda value: value >= 1),
-    "muon_scale_mode": ("spectral, unit_rms_norm or shape_scaling",
-                        {"spectral", "unit_rms_norm", "shape_scaling"}.__contains__),
-    "muon_fp32_matmul_prec": ("medium, high or highest", {"medium", "high", "highest"}.__contains__),
+    "muon_momentum": ("{} to {}".format(*MOMENTUM), lambda value: MOMENTUM[0] <= value <= MOMENTUM[1]),
+    "muon_num_ns_steps": ("{} or more".format(*NUM_NS_STEPS), lambda value: value >= NUM_NS_STEPS[0]),
+    "muon_scale_mode": ("one of " + ", ".join(get_args(Scale)), get_args(Scale).__contains__),
+    "muon_fp32_matmul_prec": ("one of " + ", ".join(get_args(Precision)), get_args(Precision).__contains__),
     "optimizer_cpu_offload": ("nothing: Muon runs where the parameters are", lambda value: not value),
-    SHARDED: ("nothing: it cuts parameters into stretches of any length, where Muon needs whole matrices",
-              lambda value: not value),
+    SHARDED: ("nothing: it cuts parameters into stretches of any length, where Muon needs whole matrices, which "
+              f"--optimizer {LAYER_WISE} divides among the ranks", lambda value: not value),
 }
 """Fields of Megatron-core -> what to write, and whether a value is that."""
 
@@ -29,7 +34,7 @@ def whole_state(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         ConfigError: that is asked for, or a value that Muon does not know.
     """
     options = config.surface("megatron")
-    if config.optimizer.optimizer != "muon" or config.debug.debug_rollout_only:
+    if config.optimizer.optimizer not in MUON or config.debug.debug_rollout_only:
         return config
     for name, (fix, fits) in KNOWN.items():
         if name in options and not fits(options[name]):
@@ -37,5 +42,8 @@ def whole_state(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
                               fix=f"write {fix}", code="muon-option")
     if SHARDED in options:
         return config
-    note(f"{SHARDED} is off: Muon moves whole matrices, so each data-parallel rank has all of the optimizer's state")
+    whole = config.optimizer.optimizer != LAYER_WISE
+    note(f"{SHARDED} is off: Muon moves whole matrices, " + (
+        "so each data-parallel rank has all of the optimizer's state" if whole else
+        "and data-parallel ranks divide parameters and their state"))
     return config.with_surface("megatron", **{SHARDED: False})

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from miles_local.muon_options import LAYER_WISE, MUON
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, OutOfMemoryError
+from miles_megatron.layout import layout_of
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 """What torch's CUDA and CPU allocators both say."""
@@ -59,7 +61,11 @@ def remedies(phase: str, config: RunConfig) -> list[str]:
     """Flags with values that take less memory than the run's, what costs least first."""
     perf, megatron = config.perf, config.surface("megatron")
     tensor = megatron.get("tensor_model_parallel_size") or 1
-    state = ["--optimizer-cpu-offload"] * (not megatron.get("optimizer_cpu_offload"))
+    if config.optimizer.optimizer in MUON:
+        layout, whole = layout_of(config), config.optimizer.optimizer != LAYER_WISE
+        state = [f"--optimizer {LAYER_WISE}"] * (whole and layout.data * layout.context > 1)
+    else:
+        state = ["--optimizer-cpu-offload"] * (not megatron.get("optimizer_cpu_offload"))
     state += [f"--tensor-model-parallel-size {2 * tensor}, or more ranks"]
     if phase in STATE:
         return state

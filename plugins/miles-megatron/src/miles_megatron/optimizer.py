@@ -10,12 +10,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from miles_local.muon_options import LAYER_WISE, MUON
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
 from miles_megatron.adam import prepare, step_in_slices
 from miles_megatron.config_overrides import defaults_for, overrides_for
-from miles_megatron.muon import take_over
+from miles_megatron.layer_wise import LayerWiseOptimizer, only_own
+from miles_megatron.muon import divided, take_over
 
 cpu.install()
 
@@ -31,6 +33,7 @@ from megatron.core.optimizer import (  # noqa: E402
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params  # noqa: E402
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -169,7 +172,7 @@ def make_optimizer(
     chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
-    config, overrides, muon = chunks[0].config, dict(options.megatron), options.optimizer == "muon"
+    config, overrides, muon = chunks[0].config, dict(options.megatron), options.optimizer in MUON
     if cpu.no_cuda() and overrides.pop("optimizer_cpu_offload", False):
         logger.warning("optimizer_cpu_offload has nothing to do: without a GPU the optimizer is on the CPU already")
     with _refusals("[optimizer]"):
@@ -184,9 +187,13 @@ def make_optimizer(
         ))  # fmt: skip
         if muon and settings.use_distributed_optimizer:
             raise ValueError("use_distributed_optimizer cuts parameters where Muon needs whole matrices")
-        optimizer = get_megatron_optimizer(settings, list(chunks), _own_rates(settings, chunks))
+        own_rates, division = _own_rates(settings, chunks), divided(chunks) if options.optimizer == LAYER_WISE else []
+        with only_own(division):
+            optimizer = get_megatron_optimizer(settings, list(chunks), own_rates)
     if muon:
         take_over(optimizer, chunks, settings)
+    if options.optimizer == LAYER_WISE:
+        optimizer = LayerWiseOptimizer(optimizer.chained_optimizers, division)
     if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             step_in_slices(part.optimizer)
@@ -315,6 +322,7 @@ def load_state(
     before = [{k: g[k] for k in _FROM_OPTIONS if k in g} for g in optimizer.param_groups]
     optimizer_state = _regrouped(optimizer, optimizer_state)
     _restore_zero_step(optimizer_state)
+    _restore_empty_groups(optimizer, optimizer_state)
     optimizer.load_state_dict(optimizer_state)
     for group, options in zip(optimizer.param_groups, before, strict=True):
         # Megatron keeps the highest and lowest rate in the saved groups, where they would outlive a changed --lr.
@@ -330,6 +338,33 @@ def _restore_zero_step(state: dict) -> None:
         for where in (part, part.get("optimizer", {})):
             if where.get("state"):
                 where["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+MASTERS = "fp32_from_fp16_params"
+
+
+def numbered_groups(optimizer: MegatronOptimizer, sharded: dict) -> dict:
+    """Masters by the number of their group, of groups that have any on this rank.
+
+    Megatron has a list of lists, of which the empty ones would be saved with what is common to all ranks.
+    """
+    for _, state in _states(optimizer, sharded):
+        if MASTERS in state:
+            state[MASTERS] = {number: group for number, group in enumerate(state[MASTERS]) if group}
+    return sharded
+
+
+def _restore_empty_groups(optimizer: MegatronOptimizer, state: dict) -> None:
+    """The inverse of `numbered_groups`."""
+    for part, own in _states(optimizer, state):
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            own[MASTERS] = [own.get(MASTERS, {}).get(number, []) for number in range(len(part.param_groups))]
+
+
+def _states(optimizer: MegatronOptimizer, state: dict) -> Iterator[tuple[MegatronOptimizer, dict]]:
+    """Megatron's optimizers, and what each saves or loads of a state of all."""
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    yield from ((part, state if len(parts) == 1 else state[number]) for number, part in enumerate(parts))
 
 
 def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
@@ -358,5 +393,5 @@ def _fitted(part: MegatronOptimizer, sharded: dict, saved: dict) -> dict:
     counts = [{"step": group["step"]} for group in common["param_groups"] if "step" in group]  # a fused Adam's
     inner = {"param_groups": [{**ours, **(counts or [{}])[0], "params": theirs["params"]} for ours, theirs in
                               zip(part.optimizer.param_groups, template["param_groups"], strict=True)],
-             "state": {**common["state"], **template["state"]}}
+             "state": {**common["state"], **template.get("state", {})}}
     return {**sharded, "optimizer": inner} if "optimizer" in sharded else inner

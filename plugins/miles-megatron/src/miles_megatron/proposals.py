@@ -10,6 +10,8 @@ import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from miles_local.muon_options import MUON
+
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_megatron import engine_weights, estimate
@@ -201,6 +203,8 @@ def _spared(config: RunConfig, model: ModelDimensions, room: float) -> Proposal 
     """A layout with what costs least of SPARING and makes it fit."""
     fitting = []
     for spared in SPARING:
+        if "optimizer_cpu_offload" in spared and config.optimizer.optimizer in MUON:
+            continue
         one = config.with_surface("megatron", **spared)
         parts = estimate.trainer(one, model)
         if sum(parts.values()) < room:

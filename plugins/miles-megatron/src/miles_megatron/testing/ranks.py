@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,7 +47,8 @@ class Ranks:
 
     def train(self, plan: Plan, batches: Sequence[Batch], *, save: Path | None = None,
               turns: bool = False) -> dict[str, Any]:
-        """Metrics of every optimizer step, and the weights by HF name, after training on the batches in turn.
+        """Metrics of every optimizer step, and the weights by HF name, after training on the batches in turn; and of
+        each rank the bytes of the optimizer's state, beside the weights, and a digest of its part of them.
 
         Args:
             plan: its [checkpoint] says where the weights come from; its layout has `size` ranks.
@@ -57,7 +59,8 @@ class Ranks:
         count = len(batches) * cast("int", plan.config.rollout.num_steps_per_rollout)
         # A key of its own for each metric of each step: the last pipeline stage knows some, and dicts are merged.
         steps = [{key[1]: value for key, value in results.items() if key[0] == i} for i in range(count)]
-        return {"steps": steps, "weights": results["weights"], "batch": results["batch"]}
+        ranks = [results["rank", index] for index in range(self.size)]
+        return {"steps": steps, "weights": results["weights"], "batch": results["batch"], "ranks": ranks}
 
     def gradients(self, plan: Plan, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of one step on the batch, and its whole gradient by HF name.
@@ -146,7 +149,7 @@ class Trial:
     def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
               save: Path | None, turns: bool) -> dict[Any, Any]:
         """See `Ranks.train`."""
-        def use(whole: Any) -> tuple[list[dict[str, float]], Batch | None, dict[str, np.ndarray] | None]:
+        def use(whole: Any) -> tuple[list[dict[str, float]], Batch | None, dict[str, np.ndarray] | None, Any]:
             trainer = OffloadedBetweenCalls(whole) if turns else whole
             steps, trained = [], None
             for batch in copy.deepcopy(batches):
@@ -159,10 +162,11 @@ class Trial:
             if save is not None:
                 trainer.save(save, len(batches), {})
                 trainer.saved()
-            return steps, trained, weights
+            return steps, trained, weights, _of_this_rank(trainer)
 
-        steps, batch, weights = self._with_trainer(selected, config, use)
-        results = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
+        steps, batch, weights, here = self._with_trainer(selected, config, use)
+        results: dict[Any, Any] = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
+        results["rank", self.rank.index] = here
         return results if weights is None else results | {"weights": weights, "batch": batch}
 
     def gradients(self, selected: Sequence[Selected], config: RunConfig, batch: Batch) -> dict[str, Any]:
@@ -184,6 +188,17 @@ class Trial:
         """The actor's in float32, which holds every bfloat16, by HF name; on the first rank."""
         weights = {name: tensor.float().to("cpu", copy=True).numpy() for name, tensor in trainer.models.stream()}
         return weights if self.rank.index == 0 else None
+
+
+def _of_this_rank(trainer: Any) -> dict[str, Any]:
+    """Nothing of a trainer that is not Megatron's."""
+    actor: Any = getattr(trainer.models, "actor", None)
+    if not hasattr(actor, "memory"):
+        return {}
+    weights = hashlib.sha256()
+    for tensor in actor.tensors():
+        weights.update(tensor.detach().float().cpu().numpy().tobytes())
+    return {"state": actor.memory.held("optimizer"), "weights": weights.hexdigest()}
 
 
 class OffloadedBetweenCalls:
