@@ -29,5 +29,6 @@ def test_one_unit_in_the_last_place_is_named(wrong, side):
     both[side][1] = wrong
     with pytest.raises(TrainError) as caught:
         check_equal([sample(0, [-1], [-1]), sample(1, *both)], "an adapter")
-    assert caught.value.code == "true-on-policy-log-probs-differ" and caught.value.who == "train prompt 7 (row 7), sample 1"
+    assert caught.value.code == "true-on-policy-log-probs-differ"
+    assert caught.value.who == "train prompt 7 (row 7), sample 1"
     assert "1 of 3" in caught.value.what and "token 1" in caught.value.what and "an adapter" in caught.value.fix
