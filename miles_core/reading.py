@@ -86,7 +86,7 @@ def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
     """Whatever a file of somebody else raises in this block becomes one error.
 
     Args:
-        who: the file, and the setting that names it.
+        who: the file, and the setting that names it; an error of the system names its own.
         kind: of the error; those of ours pass as they are.
     """
     try:
@@ -94,6 +94,6 @@ def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
     except MilesError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
-        raise kind("it contains a value that cannot be read", got=reason.encode(errors="replace").decode(), who=who,
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200].encode(errors="replace").decode()
+        raise kind("it contains a value that cannot be read", got=reason, who=getattr(error, "filename", None) or who,
                    code="file-unreadable", fix="correct the value named above, or write the file again") from error

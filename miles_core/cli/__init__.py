@@ -88,8 +88,7 @@ def of_plugin(name: str, group: str = "") -> click.Command | None:
         (one for one, offers in KNOWN.items() if f"commands:{whole}" in offers), None)
     if plugin is None:
         return None
-    one = next((one for one in built_in() if one.manifest.name == plugin), None)
-    (one,) = (one,) if one is not None else select([(plugin, f"miles {whole}")], ())
+    (one,) = [one for one in built_in() if one.manifest.name == plugin] or select([(plugin, f"miles {whole}")], ())
     return bind.bind([one], RunConfig(), "driver").commands[whole]()
 
 
@@ -113,6 +112,10 @@ def cli() -> None:
 
 def main() -> None:
     """The entry point of the console script."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # else libraries print into what the run opens first
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     try:
         command_line()
     except SystemExit as leave:
@@ -157,8 +160,7 @@ def main_of(body: Callable[[], object]) -> None:
         error.show()
         raise SystemExit(error.exit_code) from None
     except MilesError as error:
-        click.secho("Error: ", fg="red", bold=True, nl=False, err=True)
-        click.echo(str(error), err=True)
+        click.echo(click.style("Error: ", fg="red", bold=True) + str(error), err=True)
         for note in getattr(error, "__notes__", ()):
             click.echo(f"  {note}", err=True)
         raise SystemExit(error.exit_code) from None

@@ -15,9 +15,7 @@ from pathlib import Path
 GROUP = "miles.plugins"
 _CORE = re.compile(r"miles[-_.]core\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?")
 
-BUILT_IN = {
-    "core": "miles_core.stages.defaults",
-}
+BUILT_IN = {"core": "miles_core.stages.defaults"}
 """The core's own parts, through the same door; always there, imported only when a run needs them."""
 
 OFFICIAL = Path(__file__).with_name("official.toml")

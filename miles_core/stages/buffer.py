@@ -11,7 +11,7 @@ was started is trained on in either order, so neither prefers short answers. Whe
 a window waits for nobody: a batch is what finished first, and the others go on in the next one.
 
 Over-sampling adds credit for slots in flight, not capacity. What a full batch leaves over and could only be trained on
-too late is taken back.
+too late is taken back; where it goes on, it is cut before what began later.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Buffer:
         """Of this moment: groups being sampled, finished and dropped, room in all, age of the oldest one in seconds."""
         under_way = [slot for slot in self._slots if slot.task is not None and slot.outcome is None]
         dropped = sum(isinstance(slot.outcome, Drop) for slot in self._slots)
-        finished = sum(slot.outcome is not None for slot in self._slots) - dropped
+        finished = sum(isinstance(slot.outcome, Group) for slot in self._slots)
         return {"sampling": len(under_way), "finished": finished, "dropped": dropped,
                 "capacity": self.batch_size * (self.max_lag + 1),
                 "oldest_s": max((now - slot.since for slot in under_way), default=0.0)}
@@ -213,10 +213,11 @@ class Buffer:
 
     def _cut(self) -> tuple[Taken, list[Slot]] | None:
         """The next batch and the slots that stay, or None when it is not full yet."""
-        if self.order == "started" and any(slot.outcome is None for slot in self._slots[self.batch_size - 1::-1]):
+        slots = sorted(self._slots, key=lambda one: not one.begun) if self.resumes else self._slots  # or they age
+        if self.order == "started" and any(slot.outcome is None for slot in slots[self.batch_size - 1::-1]):
             return None  # looked at from the end, where one is found soon: this is asked whenever a group is finished
         taken, chosen = Taken([], again=Counter(self._retried)), set()
-        for slot in self._slots:
+        for slot in slots:
             last_chance = self._taken + 1 - slot.round > self.max_lag
             if slot.outcome is None:
                 if self.order == "started" or (last_chance and not self.resumes):

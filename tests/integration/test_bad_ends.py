@@ -248,6 +248,37 @@ def test_unwritable_folder(place, flags, words):
     place.refuses(2, words, *flags)
 
 
+def test_closed_standard_streams(place):
+    """A run that a daemon starts without any goes on, and what a library prints is in none of its files."""
+    (place.path / "loud.py").write_text(LOUD)
+    flags = ["--run-dir", "runs/a", "--save", "ckpt", "--plugin", "./loud.py", "--rm-type", "loud"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c",
+              "from miles_core.cli import main; main()"]
+    assert subprocess.run([*closed, "run", place.file, *flags], cwd=place.path, timeout=100).returncode == 0
+    assert [event["status"] for event in events(place, "run_end")] == ["completed"]
+    files = [path for folder in ("runs", "ckpt") for path in (place.path / folder).rglob("*") if path.is_file()]
+    assert not [path for path in files if b"printed" in path.read_bytes()]
+
+
+LOUD = '''
+"""A scorer that prints as a library does, to the numbers of the streams."""
+import os, subprocess, sys
+from miles_core import hookimpl
+
+
+class Loud:
+    """Rewards nothing in particular."""
+
+    @hookimpl("reward", name="loud")
+    def score(self, sample):
+        """Any number."""
+        for number in (1, 2):
+            os.write(number, b"printed")
+        subprocess.run([sys.executable, "-c", "import os; os.write(1, b'printed')"], check=True)
+        return float(sample.index)
+'''
+
+
 # ----------------------------------------------------------------------------------------------- a second run, and
 # ----------------------------------------------------------------------------------------------- runs without work
 

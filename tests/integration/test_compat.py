@@ -169,6 +169,7 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path")
 
 @pytest.mark.parametrize(("flags", "words"), [
     ([*RM, "functions"], "--custom-rm-path ... no path of a function ... reward(args, sample)"),
+    ([*RM, "functions.py"], "--custom-rm-path ... no path of a function ... ./file.py:function"),
     ([*RM, "./none.py:even"], "--custom-rm-path ./none.py:even: the module of the function cannot be imported"),
     ([*RM, "no.such.even"], "cannot be imported ... 'no' ... PYTHONPATH"),
     ([*RM, at("odd")], "there is no such function ... has no 'odd' ... reward(args, sample)"),

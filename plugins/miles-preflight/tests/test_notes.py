@@ -43,6 +43,20 @@ def test_a_plan_remarks(notes, case):
     assert not any(one in note for *_, one in CASES.values() for note in other)
 
 
+def test_answers_that_nothing_ends_are_remarked_on(notes, tmp_path):
+    said = "names a token that ends answers"
+    settings = {name: json.loads((TINY / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+    del settings["config.json"]["eos_token_id"], settings["tokenizer_config.json"]["eos_token"]
+    folder = tmp_path / "endless"
+    flags = ("--hf-checkpoint", folder)
+    shutil.copytree(TINY, folder, ignore=lambda *_: ["generation_config.json"])
+    for name, values in settings.items():
+        (folder / name).write_text(json.dumps(values))
+    assert any(said in note for note in notes(EIGHT, flags=flags))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert not any(said in note for note in [*notes(EIGHT, flags=flags), *notes(EIGHT)])
+
+
 @pytest.mark.parametrize(("flags", "idle"), [((), True), (("--weight-sync", "adapter", "--lora-rank", 4), False)])
 def test_layers_of_adapters_that_servers_are_told_of_are_read_where_adapters_travel(plan, flags, idle):
     notes = plan("--engine", "sglang", "--sglang-lora-target-modules", "qkv_proj", *flags).notes

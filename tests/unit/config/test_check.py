@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core.errors import BatchError, ConfigError, OwnerError
+from miles_core.errors import BatchError, CheckpointError, ConfigError, OwnerError
 
 # rollout_batch_size, n_samples_per_prompt, global_batch_size, num_steps_per_rollout -> batch, steps (None: refused)
 ARITHMETIC = [
@@ -32,6 +32,12 @@ def test_the_message_names_all_knobs_and_who_set_them(plan):
     for part in ("rollout.rollout_batch_size (recipe.toml:8)", "rollout.n_samples_per_prompt (recipe.toml:9)",
                  "rollout.global_batch_size (--global-batch-size)", "8 x 4 = 32"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save", "--load"])
+def test_a_path_that_the_system_refuses_is_not_the_checkpoints(plan, flag):
+    with pytest.raises(CheckpointError, match=rf"^\S*{'x' * 300}\S*: .* \(got OSError: .*File name too long"):
+        plan(flag, "x" * 300)
 
 
 REFUSED = {

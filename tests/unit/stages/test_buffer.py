@@ -213,6 +213,17 @@ def test_at_max_lag_0_a_stop_changes_nothing(flow, moments):
     assert course(stopped) == course(whole)
 
 
+@pytest.mark.parametrize("order", ["started", "window"])
+@pytest.mark.parametrize("max_lag", [1, 2, 3])
+def test_what_is_called_back_goes_before_what_begins_and_ages_no_further(monkeypatch, order, max_lag):
+    """Behind newer groups it would be left over and called back again, and again, whatever the lag that is allowed."""
+    monkeypatch.setattr(f"{__name__}.length", lambda uid, index: 1 + (uid + index) % 2)
+    run = Lineage(24, keeps=True)
+    run.start(batch_size=2, max_lag=max_lag, credit=2, order=order)
+    ages = Counter(batch.version - group.oldest_version for batch, _ in run.batches for group in batch.groups)
+    assert max(ages) == max_lag + 1, f"a batch was called back, which is one more sync: {ages}"
+
+
 def test_smaller_lag_and_batches_keep_the_oldest_that_fit():
     def slot(round_, uid, outcome=None):
         return Slot(round_, Prompt(uid, uid, "", (1,)), outcome=outcome)

@@ -152,7 +152,7 @@ def _imported(path: str, who: str, wanted: str) -> tuple[ModuleType, str]:
     from miles_compat import modules
 
     where, _, name = path.rpartition(":" if ":" in path else ".")
-    if not where or not name.isidentifier():
+    if not where or not name.isidentifier() or path.endswith(".py"):  # a file, of which no function is named
         raise HookError("this is no path of a function", code="function-path-malformed", got=path,
                         who=who.partition(" ")[0],
                         fix=f"write package.module.function or ./file.py:function, of {wanted}")

@@ -161,7 +161,7 @@ class ModuleDecoder(Recomputing, BaseDecoder):
             declared[name] = tensor.shape, round_inputs(tensor)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
-                                  fix="look at the last training step")
+                                  fix="look at the last training step; before the first, at the checkpoint")
         return self._rounded.noted(self._ready(self._load(state)), declared, self._load)
 
     def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -323,7 +323,7 @@ class Weights:
                 weights.rounded_inputs[memory(place)] = function
             if not torch.isfinite(place).all():
                 raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
-                                  fix="look at the last training step")
+                                  fix="look at the last training step; before the first, at the checkpoint")
             seen.add(name)
         if missing := [name for name in slots if name not in seen]:
             raise EngineError("the weights are incomplete",

@@ -27,6 +27,8 @@ def check_tokenizer(config: RunConfig, note: Callable[[str], None]) -> None:
     added, tokenizer_config = _added_tokens(folder), read(folder / "tokenizer_config.json")
     generation = _ids(read(folder / "generation_config.json").get("eos_token_id"))
     stops, own = _ids(constants.get("eos_token_id")) | generation, token_text(tokenizer_config.get("eos_token"))
+    if not stops and own is None and not read(folder / "special_tokens_map.json").get("eos_token"):
+        note("no file of the model names a token that ends answers: each goes on to --rollout-max-response-len")
     same, vocabulary = "copy tokenizer.json and tokenizer_config.json of this model there", constants.get("vocab_size")
     ends = stops | ({added[own]} if own in added else set())
     if isinstance(vocabulary, int) and (beyond := sorted(one for one in ends if not 0 <= one < vocabulary)):
@@ -51,9 +53,8 @@ def check_present(config: RunConfig) -> None:
     folder = Path(str(config.checkpoint.hf_checkpoint))
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise DataError("the model has no tokenizer, and every prompt would be empty", got="no such files",
-                        who=f"--hf-checkpoint {folder}",
-                        fix="copy tokenizer.json and tokenizer_config.json of its model there",
-                        code="tokenizer-missing")
+                        who=f"--hf-checkpoint {folder}", code="tokenizer-missing",
+                        fix="copy tokenizer.json and tokenizer_config.json of its model there")
 
 
 def token_text(token: object) -> str | None:
