@@ -64,7 +64,7 @@ class Lineage:
         run.first, run.last = self.done, self.rollouts
         run.config = replace(run.config, checkpoint=Checkpoint(save="x", save_interval=1))
         run.generate = lambda slot: self.generate(run, slot)
-        run.unfinished = (lambda group: group) if self.keeps else None
+        run.unfinished, run.buffer.resumes = (lambda group: group) if self.keeps else None, self.keeps
         batches, drops, self.flying = self.batches, self.drops, Counter()
 
         async def save(folder, done, state):
