@@ -235,6 +235,7 @@ def _rounding(theirs: Any, sequences: Sequence[Any], logits: Any) -> float:
 def random_model(case: Case) -> Any:
     """A transformers model of the case with eager attention, and norms and biases that are not what they start as."""
     import torch
+    from miles_local import repairs  # noqa: F401 - for what is built here
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
