@@ -14,7 +14,7 @@ class SpecsMoe:
     """DeepSeek-V3 to -V4, Kimi K2, GLM-4.5 to 5, MiniMax-M2 and Hy3 for the Megatron trainer."""
 
     provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18",
-                "read-by:deepseek_v4:5.23")
+                "read-by:deepseek_v4:5.23", "model_spec:hy_v3:n_shared_experts=num_shared_experts")
 
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
