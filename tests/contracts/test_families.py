@@ -4,12 +4,14 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from miles_megatron import estimate, heads
 from miles_megatron.testing.parity import BEGIN, END, cases
 from source import ROOT
 
 from miles_core.config import architecture
 from miles_core.plugins import select
+from miles_core.plugins.load import import_file
 from miles_core.plugins.scan import KNOWN, installed
 
 ROW = re.compile(r"^\| (?P<name>[^|]+) \| `(?P<family>\w+)` \| (?P<plugin>[^|]+) \|.*\| exact \|", re.MULTILINE)
@@ -36,6 +38,15 @@ def test_the_support_matrix_has_a_row_for_every_family_and_no_other():
 def test_the_support_matrix_has_a_row_for_every_case_of_the_kit():
     found = {(case.family, case.name) for path in CASES for case in cases(path)}
     assert {(row["family"], row["name"]) for row in rows()} == found
+
+
+def test_the_list_of_what_fsdp_alone_takes_is_that_of_the_release_it_names():
+    fsdp_families = import_file(ROOT / "docs" / "fsdp_families.py")
+    text = fsdp_families.PAGE.read_text(encoding="utf-8")
+    if f"Of transformers {fsdp_families.transformers.__version__} these" not in text:
+        pytest.skip("another transformers than that of constraints/cpu.txt")
+    assert fsdp_families.page(text) == text, "run python docs/fsdp_families.py"
+    assert fsdp_families.alone() and not {*fsdp_families.alone()} & {*offers()}
 
 
 def test_every_tiny_model_divides_by_two():

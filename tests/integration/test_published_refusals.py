@@ -19,6 +19,7 @@ FOREIGN = {"clip_qkv": 8.0, "alibi": True, "logit_scale": 0.5, "use_parallel_res
 OWN = {
     "deepseek_v3": {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 2},
     "minimax_m2": {"use_routing_bias": False, "shared_intermediate_size": 64, "layernorm_mlp_beta": 3.5},
+    "hy_v3": {"route_norm": False, "moe_router_use_sigmoid": False, "qk_norm": False, "first_k_dense_replace": 2},
     "qwen3_5_moe": {"attn_output_gate": False, "norm_topk_prob": False},
     "qwen3_next": {"use_sliding_window": True}, "llama": {"sliding_window": 16, "final_logit_softcapping": 30.0},
     "mimo": {"use_mrope": True}, "gpt_oss": {"swiglu_alpha": 1.0}, "gemma3": {"attn_logit_softcapping": 50.0},

@@ -45,6 +45,7 @@ def without_pinning() -> None:
     for name in ("empty", "zeros", "full", "tensor"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda tensor, *args, **options: tensor  # it compares on the accelerator
     torch.Tensor.cpu = lambda tensor, *args, **options: tensor.clone()  # a snapshot has to be a copy

@@ -33,7 +33,7 @@ class Layer(fused.FusedMoE):
         self._num_global_routed, self._num_local_routed = EXPERTS, EXPERTS // expert_ranks
         self.num_local_experts, self._has_fused_shared = self._num_local_routed, False
         self.quant_config, self.layer_id, self.use_presharded_weights = None, 0, False
-        self.use_triton_kernels = self.use_flashinfer_trtllm_moe = False
+        self.use_triton_kernels = self.use_flashinfer_trtllm_moe = self.uses_expert_location = False
         self.moe_runner_config = types.SimpleNamespace(is_gated=True)
         self.quant_method = UnquantizedFusedMoEMethod()
         self.quant_method.create_weights(self, self.num_local_experts, HIDDEN, INNER // tensor_ranks, torch.float32,

@@ -20,6 +20,7 @@ KINDS = {
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "q_lora_rank": 8,
                     "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8},
     "glm4_moe": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    "hy_v3": {"num_experts": 8, "mlp_layer_types": ["sparse", "sparse"]},
 }  # fmt: skip
 ROWS = 6
 

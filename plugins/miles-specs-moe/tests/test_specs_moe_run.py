@@ -25,7 +25,8 @@ VOCAB = 264
 WORDS = {"vocab_size": VOCAB, "num_hidden_layers": 2, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
 BIAS = {"deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias",
         "glm4_moe": "model.layers.1.mlp.gate.e_score_correction_bias",
-        "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias"}
+        "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
+        "hy_v3": "model.layers.1.mlp.expert_bias"}
 RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
        "--rollout-max-response-len", 41, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host",
        "process", "--disable-rewards-normalization", "--lr", 1e-3)  # fmt: skip
@@ -71,7 +72,7 @@ def test_the_memory_plan_counts_every_parameter(checkpoint, family):
     """The small ones aside that are no part of it: biases, the router's, and weights of norms over all heads."""
     folder, config = checkpoint(family), plan(checkpoint(family)).config
     own = sum(tensor.numel() for name, tensor in tensors(folder).items()
-              if not name.endswith((".bias", "correction_bias", "q_norm.weight", "k_norm.weight")))
+              if not name.endswith((".bias", "correction_bias", "expert_bias", "q_norm.weight", "k_norm.weight")))
     model = replace(estimate.dimensions_of(config), qk_norm=False)
     assert sum(estimate.parameters(model, 2, True, True)) == own
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from miles_local import repairs  # noqa: F401 - models are built here
 from miles_local.inputs import joined
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

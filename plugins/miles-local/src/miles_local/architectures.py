@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json
+from miles_local import repairs  # noqa: F401 - models are built here
 
 WITH_STATES = {"linear_attention"}
 """Kinds of layers whose past is a state."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from miles_sglang.sync.releases import adapter_fields
 from miles_sglang.sync.sender import Settings
 from miles_sglang.sync.sequence import ServerSync
 from miles_sglang.sync.servers import Target, for_all, get, post
@@ -100,7 +101,8 @@ class AdapterSender:
         if self._due:
             self.base.open(rank)
         if self._leads:
-            for_all(self.targets, self._able)
+            each = for_all(self.targets, self._able)
+            self._info = {target.name: info for target, info in zip(self.targets, each, strict=True)}
 
     def send(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         adapters, weights = self._taken(stream)
@@ -115,8 +117,9 @@ class AdapterSender:
         if not self._leads:
             return {}
         begin = time.perf_counter()
-        body = self._body(adapters)
-        for_all(self.targets, lambda target: self._load(target, body))
+        config = peft.config(self.shape, adapters, self.settings.checkpoint)
+        packed = base64.b64encode(pickle.dumps(adapters)).decode()
+        for_all(self.targets, lambda target: self._load(target, config, packed))
         size = sum(tensor.nbytes for tensor in adapters.values())
         whole = {"tensors": len(adapters) + figures.get("tensors", 0), "bytes": size + figures.get("bytes", 0)}
         return {**figures, **whole, "adapter_bytes": size, "adapter_s": time.perf_counter() - begin}
@@ -136,29 +139,32 @@ class AdapterSender:
             self._count = len(adapters)
         return adapters, iter(())
 
-    def _body(self, adapters: dict[str, torch.Tensor]) -> dict[str, object]:
-        return {"lora_name": self.name, "config_dict": peft.config(self.shape, adapters, self.settings.checkpoint),
-                "serialized_tensors": base64.b64encode(pickle.dumps(adapters)).decode()}
-
-    def _load(self, target: Target, body: dict[str, object]) -> None:
+    def _load(self, target: Target, config: dict[str, object], packed: str) -> None:
         """
+        Args:
+            config: the adapter's, as PEFT has it.
+            packed: its tensors, by name.
+
         Raises:
             SyncError: the server refuses the adapter, or does not say that it has it.
         """
         timeout = self.settings.timeout
         if self.name in _served(target, timeout):
             post(target, "unload_lora_adapter", {"lora_name": self.name}, timeout=timeout)
-        post(target, "load_lora_adapter_from_tensors", body, timeout=timeout)
+        body = adapter_fields(self._info[target.name], packed, target.size)
+        post(target, "load_lora_adapter_from_tensors", {"lora_name": self.name, "config_dict": config, **body},
+             timeout=timeout)
         if self.name not in (served := _served(target, timeout)):
             raise SyncError(f"{target.name} does not serve the adapter that was sent to it", who=target.url,
                             got=", ".join(served), code="lora-adapter-not-served", fix="look at the engine's log")
 
-    def _able(self, target: Target) -> None:
+    def _able(self, target: Target) -> dict[str, Any]:
         info = get(target, "server_info", timeout=self.settings.timeout)
         if not info.get("enable_lora"):
             raise SyncError(f"{target.name} was started without LoRA", code="lora-server-without-lora", who=target.url,
                             fix=f"start it with --enable-lora --max-lora-rank {self.shape.rank} --lora-target-modules "
                             "and the layers' names, or leave --weight-sync out: merged weights do not need it")
+        return info
 
 
 def _served(target: Target, timeout: float) -> list[str]:

@@ -121,7 +121,7 @@ def _declared(node: ast.AnnAssign, constants: Mapping[str, object]) -> tuple[Fie
     kinds = _kinds(annotation, json=parser == "json.loads")
     none = "None" in kinds
     text = " | ".join(kind for kind in kinds if kind != "None")
-    if "json" in parser or parser.startswith("parse_"):
+    if "json" in parser or (parser.startswith("parse_") and not text):
         form = "json"
         text = text if "list" in text else "dict[str, object]"
     elif text == "bool":

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.5 to 5 (arXiv:2508.06471) and MiniMax-M2.
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.5 to 5 (arXiv:2508.06471), MiniMax-M2 and Hy3.
 
 Their routers have sigmoid scores and a bias that has a say in the choice of experts alone.
 """
@@ -19,6 +19,7 @@ _MIXTRAL = Names(
     gate="block_sparse_moe.experts.{expert}.w1.weight", up="block_sparse_moe.experts.{expert}.w3.weight",
     down="block_sparse_moe.experts.{expert}.w2.weight",
 )  # fmt: skip
+_HUNYUAN = Names(router="mlp.router.gate.weight", bias="mlp.expert_bias", shared="mlp.shared_mlp.")
 
 
 def deepseek_v3(hf: Any) -> Decoder:
@@ -55,7 +56,7 @@ def glm4_moe_lite(hf: Any) -> Decoder:
     Raises:
         ConfigError: as `deepseek_v3`.
     """
-    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"))
+    return _latent(hf, _sparse(hf))
 
 
 def deepseek_v32(hf: Any) -> Decoder:
@@ -66,8 +67,7 @@ def deepseek_v32(hf: Any) -> Decoder:
     """
     kind = next((kind for kind in hf.layer_types if kind == "deepseek_sparse_attention"), "indexed_attention")
     refuse(hf, mlp_bias=False, layer_types=[kind] * hf.num_hidden_layers)
-    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"),
-                   _indexer(hf, interleaved=False))
+    return _latent(hf, _sparse(hf), _indexer(hf, interleaved=False))
 
 
 def glm_moe_dsa(hf: Any) -> Decoder:
@@ -77,8 +77,7 @@ def glm_moe_dsa(hf: Any) -> Decoder:
         ConfigError: as `deepseek_v3`; layers that take over the choice of the one before.
     """
     refuse(hf, indexer_types=["full"] * hf.num_hidden_layers, mlp_bias=False)
-    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"),
-                   _indexer(hf, interleaved=True))
+    return _latent(hf, _sparse(hf), _indexer(hf, interleaved=True))
 
 
 def glm4_moe(hf: Any) -> Decoder:
@@ -112,6 +111,29 @@ def minimax_m2(hf: Any) -> Decoder:
     part = hf.rotary_dim / hf.head_dim if getattr(hf, "rotary_dim", None) else None
     return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True, fraction=part))),
                    wide_qk_norm=True, mixture=mixture, **_drafting(hf, "num_mtp_modules"))
+
+
+def hy_v3(hf: Any) -> Decoder:
+    """Hy3: GQA with norms on q and k, experts, a shared one.
+
+    Raises:
+        ConfigError: as `deepseek_v3`; biases.
+    """
+    sparse = _sparse(hf)
+    refuse(hf, hidden_act="silu", attention_bias=False, mlp_bias=False, qk_norm=True, route_norm=True,
+           moe_router_use_sigmoid=True, moe_router_enable_expert_bias=True, first_k_dense_replace=min(sparse))
+    mixture = Mixture(
+        layers=hf.num_hidden_layers, sparse=sparse, experts=hf.num_experts, chosen=hf.num_experts_per_tok,
+        width=hf.moe_intermediate_size, shared=hf.moe_intermediate_size * hf.num_shared_experts, score="sigmoid",
+        bias=True, scale=hf.router_scaling_factor, names=_HUNYUAN,
+    )  # fmt: skip
+    return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf))), qk_norm=True, mixture=mixture,
+                   **_drafting(hf, "num_nextn_predict_layers"))
+
+
+def _sparse(hf: Any) -> tuple[int, ...]:
+    """Layers that config.json gives experts, one by one."""
+    return tuple(layer for layer, kind in enumerate(hf.mlp_layer_types) if kind == "sparse")
 
 
 def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) -> Decoder:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class SpecsMoe:
-    """DeepSeek-V3 to -V4, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
+    """DeepSeek-V3 to -V4, Kimi K2, GLM-4.5 to 5, MiniMax-M2 and Hy3 for the Megatron trainer."""
 
     provides = ("computed-by:glm_moe_dsa:5.13", "computed-by:deepseek_v32:5.13", "computed-by:minimax_m2:5.18",
-                "read-by:deepseek_v4:5.23")
+                "read-by:deepseek_v4:5.23", "model_spec:hy_v3:n_shared_experts=num_shared_experts")
 
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
@@ -96,3 +96,12 @@ class SpecsMoe:
         from miles_specs_moe.families import minimax_m2
 
         return DecoderFamily(minimax_m2)
+
+    @hookimpl("model_spec", name="hy_v3")
+    def hy_v3(self, hf_config: Any) -> Family:
+        """Hy3."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.families import hy_v3
+
+        return DecoderFamily(hy_v3)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from miles_local import repairs  # noqa: F401 - models are built here
 from miles_megatron import hf_config
 from miles_megatron.disk_names import carried_files
 from miles_megatron.specs import Rule, WeightMap

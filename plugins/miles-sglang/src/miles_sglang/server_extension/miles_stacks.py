@@ -9,6 +9,7 @@ Imports torch and the standard library alone, as miles_weights.py does.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -68,9 +69,11 @@ class FusedExperts:
         begin, end = max(first, experts.start), min(first + len(tensor), experts.stop)
         if begin < end:
             parameter, down = (module.w2_weight, 1) if shard == "w2" else (module.w13_weight, 0)
-            module._load_model_weight_or_group_weight_scale(
-                shard_dim=1 + down, expert_data=parameter.data[begin - experts.start : end - experts.start],
-                shard_id=shard, loaded_weight=tensor[begin - first : end - first], tp_rank=module.moe_tp_rank)
+            load = module._load_model_weight_or_group_weight_scale
+            takes_rank = "tp_rank" in inspect.signature(load).parameters  # until 0.5.21
+            rank = {"tp_rank": module.moe_tp_rank} if takes_rank else {}
+            load(shard_dim=1 + down, expert_data=parameter.data[begin - experts.start : end - experts.start],
+                 shard_id=shard, loaded_weight=tensor[begin - first : end - first], **rank)
         return True
 
 

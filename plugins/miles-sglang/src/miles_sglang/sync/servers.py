@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.errors import SyncError
+from miles_sglang.sync.releases import draft_fields, takes_sessions
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +137,7 @@ def load(target: Target, packed: str | Sequence[str], *, timeout: float, draft: 
         sent: see `post`.
     """
     each = [packed] * target.size if isinstance(packed, str) else list(packed)
-    body = {"serialized_named_tensors": each, "load_format": LOADER, "flush_cache": False,
-            "disable_draft_model": not draft}
+    body = {"serialized_named_tensors": each, "load_format": LOADER, "flush_cache": False, **draft_fields(draft)}
     post(target, "update_weights_from_tensor", body, timeout=timeout, sent=sent)
 
 
@@ -220,6 +220,19 @@ class Reports:
         return self.read(target, wanted)
 
 
+def _open_session(target: Target, timeout: float) -> None:
+    """Have a server take tensors, as long as it lives: no session of ours is ended, and a second one is refused.
+
+    It is of drafts alone, with or without any: a session of the model would unpack its layers and pack them again, and
+    miles_weights does so itself.
+    """
+    try:
+        post(target, "begin_weight_update", {"selector": "draft"}, timeout=timeout)
+    except SyncError as error:
+        if "already open" not in str(error.got):
+            raise
+
+
 def describe(reports: Reports, target: Target, timeout: float) -> tuple[dict, frozenset[str]]:
     """What a server runs with (its ServerArgs) and the parameters of its model, before anything is sent.
 
@@ -231,6 +244,8 @@ def describe(reports: Reports, target: Target, timeout: float) -> tuple[dict, fr
         raise SyncError(f"{target.name} was started without --custom-weight-loader {LOADER}",
                         code="weight-loader-missing", who=target.url,
                         fix="start it with that flag and PYTHONPATH=.../miles_sglang/server_extension")
+    if takes_sessions(info):
+        _open_session(target, timeout)
     answers = reports.ask(target, timeout, names_only=True)
     for reason in {answer.get("one_by_one") for answer in answers} - {None}:
         logger.info("weight_sync: %s loads experts one by one: %s", target.name, reason)
