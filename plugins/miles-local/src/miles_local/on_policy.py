@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from miles_core.types import Sample
 
 
-def check_settings(config: RunConfig, more: Mapping[str, Mapping[str, object]],
-                   holds: Mapping[str, Sequence[object]]) -> None:
+def check_settings(config: RunConfig, more: Mapping[str, Mapping], holds: Mapping[str, Sequence[object]]) -> None:
     """
     Args:
-        more: tables beside those of the run, by name; "" is of config.json.
-        holds: TABLE.KEY -> the values for which the mode holds, where any is set.
+        more: tables beside the run's, "" that of config.json. holds: TABLE.KEY -> values that will do where any is set.
 
     Raises:
         ConfigError: the first key with another value.
