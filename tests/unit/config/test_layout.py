@@ -255,7 +255,9 @@ def test_what_is_announced(laid_out, text, flags, note):
 
 def test_a_budget_that_context_parallelism_makes_large_enough_is_not_announced(laid_out):
     notes = laid_out("dense", 4, "cp 4", *DYNAMIC, "--rollout-max-response-len", 8192).notes
-    assert not [note for note in notes if "holds no weights" not in note and "old log-probs" not in note]
+    assert not [note for note in notes if "rides alone" in note]
+    assert [note for note in laid_out("dense", 4, "cp 2", *DYNAMIC, "--rollout-max-response-len", 8192).notes
+            if "rides alone" in note]
 
 
 def test_a_checkpoint_that_is_not_there_yet_is_left_to_the_start(plan):
