@@ -63,8 +63,8 @@ class Objective:
 
     def __init__(self, config: RunConfig, hooks: Hooks, policy_loss: PolicyLoss | None = None):
         self.actor = policy_loss is None
-        self._algorithm = config.algorithm
-        self._entropy = self._algorithm.entropy_coef != 0 or self._algorithm.observe_training_entropy
+        self.algorithm = config.algorithm
+        self._entropy = self.algorithm.entropy_coef != 0 or self.algorithm.observe_training_entropy
         self._name = chosen(config, "policy_loss") if self.actor else getattr(policy_loss, "__name__", "loss")
         self._policy_loss: PolicyLoss = policy_loss or hooks.policy_loss[self._name]
         self._terms = hooks.loss_terms if self.actor else None
@@ -130,7 +130,7 @@ class Objective:
             gradient = torch.autograd.grad(total.sum(), log_probs)[0] if total.requires_grad else torch.zeros(1)
         except Exception:  # noqa: BLE001 - it looks at more than was made up
             return False
-        watched = self._entropy or self._algorithm.use_kl_loss or (self._terms and self._terms(inputs))
+        watched = self._entropy or self.algorithm.use_kl_loss or (self._terms and self._terms(inputs))
         return not (watched or total.any() or gradient.any())
 
     def _per_token(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
@@ -159,9 +159,9 @@ class Objective:
             wide = values = scored.values()
             log_probs = rows.get("log_probs", rows["rollout_log_probs"])
         else:
-            log_probs, entropy = scored.with_entropy(self._entropy, self._algorithm.entropy_coef != 0)
+            log_probs, entropy = scored.with_entropy(self._entropy, self.algorithm.entropy_coef != 0)
             wide = log_probs
-        old = rows["rollout_log_probs"] if self._algorithm.use_rollout_logprobs else rows.get("log_probs")
+        old = rows["rollout_log_probs"] if self.algorithm.use_rollout_logprobs else rows.get("log_probs")
         return LossInputs(
             log_probs=log_probs, entropy=entropy, old_log_probs=(log_probs.detach() if old is None else old).to(wide),
             rollout_log_probs=rows["rollout_log_probs"], ref_log_probs=rows.get("ref_log_probs"),
@@ -170,7 +170,7 @@ class Objective:
             **self._clips())  # fmt: skip
 
     def _clips(self) -> dict[str, Any]:
-        return {name: getattr(self._algorithm, name) for name in ("eps_clip", "eps_clip_high", "eps_clip_c")}
+        return {name: getattr(self.algorithm, name) for name in ("eps_clip", "eps_clip_high", "eps_clip_c")}
 
     def _not_finite(self, total: torch.Tensor, batch: TrainedRows) -> NonFiniteError:
         odd = (~torch.isfinite(total)).nonzero()
