@@ -116,4 +116,4 @@ def test_true_on_policy_mode_ends_a_run_whose_sides_differ(run_file, tmp_path):
     assert miles(arguments, tmp_path).code == 0  # a difference is reported, and no more
     outcome = miles([*arguments, "--run-dir", "strict", "--true-on-policy-mode"], tmp_path)
     assert outcome.code == 1
-    assert "prompt 5, sample 1" in outcome.err and "first at response token 0" in outcome.err
+    assert "prompt 5 (row 5), sample 1" in outcome.err and "first at response token 0" in outcome.err
