@@ -6,9 +6,7 @@ There a request's fields are in order, with "!" behind one that has to be there;
 import base64
 import json
 import pickle
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from miles_sglang.server_extension import miles_weights
 from miles_sglang.sync import releases
 from miles_sglang.sync.servers import LOADER, Reports, Target, describe, load, plain
+from stand_in import asked, reply, served
 
 from miles_core.errors import SyncError
 
@@ -58,25 +57,11 @@ class Server:
 def serving(version):
     server = Server(version)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            size = int(self.headers.get("Content-Length") or 0)
-            status, answer = server.take(self.path.strip("/"), json.loads(self.rfile.read(size) or "{}"))
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(handler, path):
+        reply(handler, *server.take(path.strip("/"), asked(handler)))
 
-        do_GET = do_POST
-
-        def log_message(self, *args):
-            """Nothing on the console."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield server, Target("engine 0", f"http://127.0.0.1:{http.server_address[1]}")
-        http.shutdown()
+    with served(answer) as url:
+        yield server, Target("engine 0", url)
 
 
 @pytest.mark.parametrize("version", FACTS)

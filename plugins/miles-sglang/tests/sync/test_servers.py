@@ -4,13 +4,13 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 import torch.distributed as dist
 from miles_sglang.server_extension import miles_sums, miles_weights
 from miles_sglang.sync.servers import Reports, Target, describe, for_all, post
+from stand_in import reply, served
 
 from miles_core.errors import SyncError
 
@@ -18,30 +18,12 @@ from miles_core.errors import SyncError
 @contextmanager
 def server(answer):
     """A target whose every request `answer(handler, path)` takes."""
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            answer(self, self.path)
-
-        do_GET = do_POST
-
-        def log_message(self, *args):
-            """Nothing on the console."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield Target("engine 2", f"http://127.0.0.1:{http.server_address[1]}")
-        http.shutdown()
+    with served(answer) as url:
+        yield Target("engine 2", url)
 
 
 def says(status, body):
-    def answer(handler, _path):
-        data = json.dumps(body).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return answer
+    return lambda handler, _path: reply(handler, status, body)
 
 
 @pytest.mark.parametrize(("answer", "words"), [

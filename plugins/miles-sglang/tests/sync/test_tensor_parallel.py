@@ -8,8 +8,6 @@ import asyncio
 import base64
 import json
 import pickle
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,7 @@ from miles_sglang.server_extension import miles_weights
 from miles_sglang.sync.ipc import IpcSender
 from miles_sglang.sync.sender import Settings
 from miles_sglang.sync.servers import LOADER, Target
+from stand_in import asked, reply, served
 
 from miles_core.hosts import process_group
 from miles_core.types import Rank
@@ -78,33 +77,19 @@ def engine(monkeypatch):
     monkeypatch.setattr(miles_weights, "dist", SimpleNamespace(
         is_initialized=lambda: True, get_rank=lambda: rank[0], TCPStore=dist.TCPStore))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer({"custom_weight_loader": [LOADER], "load_format": "dummy"})
+    def answer(handler, path):
+        if handler.command == "GET":
+            return reply(handler, 200, {"custom_weight_loader": [LOADER], "load_format": "dummy"})
+        each = asked(handler)["serialized_named_tensors"]
+        loads = [pickle.loads(base64.b64decode(one)) for one in each]
+        if json.loads(loads[0][0][0]).get("tensors"):
+            buckets.append(each)
+        for rank[0], (model, named) in enumerate(zip(models, loads, strict=True)):
+            miles_weights.load(model, named)
+        return reply(handler, 200, {"success": True})
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            loads = [pickle.loads(base64.b64decode(each)) for each in body["serialized_named_tensors"]]
-            if json.loads(loads[0][0][0]).get("tensors"):
-                buckets.append(body["serialized_named_tensors"])
-            for rank[0], (model, named) in enumerate(zip(models, loads, strict=True)):
-                miles_weights.load(model, named)
-            self.answer({"success": True})
-
-        def answer(self, found):
-            data = json.dumps(found).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args):
-            """Nothing on the console."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield Target("engine 0", f"http://127.0.0.1:{http.server_address[1]}", size=2, gpus=(0, 1)), models, buckets
-        http.shutdown()
+    with served(answer) as url:
+        yield Target("engine 0", url, size=2, gpus=(0, 1)), models, buckets
 
 
 def test_every_engine_rank_loads_the_bucket_of_the_trainer_rank_beside_it(engine):
