@@ -118,9 +118,10 @@ def profiled(call, profile: list[dict[str, object]]) -> None:
                     "longest": [[round(us / 1e3, 2), count[name], name] for name, us in longest.most_common(30)]})
 
 
-def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], *, micro_batches: int = 1,
+def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], *, whole: int = 0,
             profile: bool = False) -> dict[str, object]:
-    """One case, in this process; the first step pays for kernels that are chosen and compiled."""
+    """One case, in this process; the first step pays for kernels that are chosen and compiled. A step has one
+    micro-batch, or `whole` tokens."""
     from miles_megatron import estimate
     from ranks import Case
 
@@ -130,9 +131,9 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
-                                                groups=micro_batches * tokens // length // 2))
+                                                groups=(whole or tokens) // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
-    case, whole = Case(plan.selected, plan.config, Rank()), tokens * micro_batches
+    case, whole = Case(plan.selected, plan.config, Rank()), whole or tokens
     figures, trainer = case.train(rollout(whole, length), steps, profile)[0], case.trainer
     seconds, counted = figures["seconds"], figures["peak"]
     memory_of = trainer.models.actor.memory
@@ -174,6 +175,7 @@ def main() -> int:
     arguments.add_argument("--tokens", type=int, default=16384)
     arguments.add_argument("--length", type=int, default=2048)
     arguments.add_argument("--micro-batches", type=int, default=1)
+    arguments.add_argument("--samples", type=int, default=0, help="of a step, instead of full micro-batches")
     arguments.add_argument("--steps", type=int, default=4)
     arguments.add_argument("--profile", action="store_true")
     arguments.add_argument("--flags", default=None, help="of miles run, for one case instead of the two")
@@ -182,7 +184,8 @@ def main() -> int:
     given, failed = arguments.parse_args(), 0
     if given.here:
         found = measure(given.shapes[0], given.tokens, given.length, given.steps, shlex.split(given.flags or ""),
-                        micro_batches=given.micro_batches, profile=given.profile)
+                        whole=given.samples * given.length or given.tokens * given.micro_batches,
+                        profile=given.profile)
         print(json.dumps(found))
         return 0
     cases = ["", "--recompute-granularity full"] if given.flags is None else [given.flags]
@@ -190,7 +193,7 @@ def main() -> int:
         for flags in cases:
             measured = in_process(__file__, [
                 "--here", shape, "--tokens", given.tokens, "--length", given.length, "--steps", given.steps,
-                f"--flags={flags}", "--micro-batches", given.micro_batches,
+                f"--flags={flags}", "--micro-batches", given.micro_batches, "--samples", given.samples,
                 *(["--profile"] if given.profile else [])], given.limit)
             ended = isinstance(measured, dict)
             good = ended and abs(measured["off"]) <= 0.1

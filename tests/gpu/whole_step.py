@@ -29,6 +29,8 @@ from trainer_speed import SHAPES
 
 from miles_core.record.events import read
 
+PROMPT = 12
+"""Tokens of an average prompt of examples/demo.toml."""
 UNSAVED = ["--load", "none", "--save", "none", "--save-interval", "none", "--save-hf", "none"]
 APART = ["--rollout-num-gpus", 1, "--max-lag", 1, "--use-rollout-logprobs"]
 SMALL = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
@@ -75,15 +77,14 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
 
 
 def step_alone(shape: str, args: argparse.Namespace) -> float:
-    """Seconds of an optimizer step on as many tokens as a rollout has, by trainer_speed.py."""
-    tokens = args.requests * (args.tokens + 12)
-    count = max(1, round(tokens / args.cap))
+    """Seconds of an optimizer step on as many samples of the same length as a rollout has, by trainer_speed.py."""
     done = subprocess.run([sys.executable, Path(__file__).with_name("trainer_speed.py"), "--here", shape,
-                           "--tokens", str(args.cap), "--length", str(min(args.cap, args.tokens)), "--steps", "4",
-                           "--micro-batches", str(count)], capture_output=True, text=True, timeout=args.seconds)
+                           "--tokens", str(args.cap), "--length", str(args.tokens + PROMPT), "--steps", "4",
+                           "--samples", str(args.requests)], capture_output=True, text=True, timeout=args.seconds)
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
-    return min(json.loads(done.stdout.splitlines()[-1])["seconds"]["step"][1:]) * tokens / (count * args.cap)
+    warm = json.loads(done.stdout.splitlines()[-1])["seconds"]["step"][1:]
+    return sum(warm) / len(warm)
 
 
 def shown(name: str, steps: list[dict[str, float]], tokens: int) -> dict[str, float]:

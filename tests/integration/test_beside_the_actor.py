@@ -13,7 +13,7 @@ import pytest
 import torch
 from miles_megatron.testing.ranks import batches
 from miles_megatron.value import STD
-from miles_testing import kill_resume
+from miles_testing import kill_resume, toy_run
 from miles_testing.kill_resume import KillResume
 
 from miles_core.plugins.plan import prepare
@@ -216,3 +216,30 @@ def test_distillation_brings_the_student_to_its_teacher(run_file, tmp_path):
         rollouts=30)
     found = [m["rollout/opd_reverse_kl"] for m in history(course.finish("run"))]
     assert np.mean(found[-3:]) < 0.85 * np.mean(found[:3])
+
+
+OWN = '''
+from miles_core import hookimpl
+
+
+def closeness(inputs):
+    """Terms of a loss of its own, and a metric."""
+    return inputs.log_probs, {"closeness": inputs.log_probs.detach()}
+
+
+class Own:
+    """Takes a second step of the actor with a loss of its own."""
+
+    @hookimpl
+    def train_step(self, proceed, access):
+        return proceed() | access.step("actor", closeness)
+'''
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_what_a_loss_of_its_own_says_of_the_actor_has_the_actors_names(trainer, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    [metrics] = toy_run([path], steps=1, flags=["--trainer", trainer]).metrics
+    assert "train/closeness" in metrics and "train/grad_norm" in metrics
+    assert not any(name.startswith("actor/") for name in metrics)

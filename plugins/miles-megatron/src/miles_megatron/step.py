@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
+from miles_local.device_cache import DeviceCache
 from miles_local.objective import Objective, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
@@ -27,13 +28,13 @@ from miles_core.stages.on_policy import mismatch
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
-from miles_megatron import cpu, estimate, forward_backward, hashes, unread
+from miles_megatron import checkpoint, cpu, estimate, forward_backward, hashes, unread
 from miles_megatron.forward_backward import ColumnScatter
 from miles_megatron.gradients import gathered
 from miles_megatron.heads import sizes_of
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank
-from miles_megatron.models import Models, empty_cache
+from miles_megatron.models import Models
 from miles_megatron.on_policy import SUSPECT
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
@@ -65,6 +66,7 @@ class MegatronTrainer:
         self.throughput = Throughput(config, rank.size)
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
+        self.cache = DeviceCache(config)
         self.sender: Sender | None = None
         self._starting = False
 
@@ -84,6 +86,7 @@ class MegatronTrainer:
             self.columns.check(sample, values=i % self.rank.size == self.rank.index)
         self.batch = batch
         heap.give_back()
+        self.cache.fill()
         self._saving()
 
     def score(self) -> dict[str, float]:
@@ -137,8 +140,7 @@ class MegatronTrainer:
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
         heap.give_back()
-        if self.config.perf.colocate and self.config.perf.offload_rollout:
-            empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be its room
+        self.cache.give_back()
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
@@ -284,7 +286,7 @@ class MegatronTrainer:
                      for key, value in _totals(_numbers(shares)).items()} | model.step()
         if len(taken) < len(samples):
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
-        prefix = "train" if objective.actor else model.name
+        prefix = "train" if model.name == checkpoint.ACTOR else model.name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
             {} if scores is None else mismatch(taken, self.batch.version))
 
