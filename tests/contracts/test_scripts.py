@@ -42,6 +42,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/peers/make_model.py", "--workload large --out {folder}", 0),
     ("bench/peers/run_miles.py", "--workload large --model {folder}/warm", 1),
     ("bench/peers/trl_grpo.py", "--help", 0),  # TRL has an environment of its own
+    ("bench/peers/trl_step.py", "--help", 0),
     ("bench/prompts.py", "--rows 200", 0),
     ("bench/selection.py", "--commits 1", 0),
     ("bench/trackers.py", "--help", 0),  # seven runs of the demo

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from miles_local import device_cache
-from miles_local.device_cache import BLOCK, MARGIN, DeviceCache
+from miles_local.device_cache import BLOCK, SPARE, DeviceCache
 
 GIB = 2**30
 NEEDS = 100 * 256 * 2**20
@@ -74,7 +74,7 @@ def test_what_the_last_batch_needed_is_taken_in_blocks(device):
 def test_nothing_is_taken_ahead_where_it_may_not_fit(device):
     cache = DeviceCache(config())
     batch(device, cache, needs=NEEDS)
-    device.used = device.size - NEEDS - MARGIN + 1  # somebody else's
+    device.used = device.size - int(SPARE * NEEDS) + 1  # somebody else's
     cache.fill()
     assert device.cached == 0
 

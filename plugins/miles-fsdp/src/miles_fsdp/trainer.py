@@ -196,7 +196,7 @@ class FsdpTrainer:
         token_weight = dict(zip(map(id, samples), reduced.tolist(), strict=True))
         shares: dict[str, torch.Tensor] = {}
         taken = with_advantage(samples, self._samples_at_once()) if self.skips and objective.actor else samples
-        unscored = name == ACTOR and self.config.algorithm.skip_actor_forward_only and not any(
+        unscored = objective.actor and self.config.algorithm.skip_actor_forward_only and not any(
             "log_probs" in sample.columns for sample in taken)
         columns, model = ColumnParts(), self.models.trained[name]
         filled: list[tuple[MicroBatch, torch.Tensor]] = []

@@ -12,8 +12,8 @@ from miles_core.config.tables import RunConfig
 
 BLOCK = 2 * 2**30
 """Bytes taken at a time: few calls, and a tensor that outlives its step keeps no more than this from the engine."""
-MARGIN = 2**30
-"""Bytes that stay free for others, such as NCCL and the kernels' own workspaces."""
+SPARE = 1.25
+"""What has to be free, of what is taken: tensors do not fill blocks to their ends, and others want some, too."""
 
 
 class DeviceCache:
@@ -27,7 +27,7 @@ class DeviceCache:
     def fill(self) -> None:
         """Before the first pass over a batch: what the last batch had in the end, if so much is free."""
         missing = self._needed - torch.cuda.memory_reserved() if self._needed else 0
-        if missing <= 0 or torch.cuda.mem_get_info()[0] < missing + MARGIN:
+        if missing <= 0 or torch.cuda.mem_get_info()[0] < SPARE * missing:
             return
         blocks = [torch.empty(min(BLOCK, missing - first), dtype=torch.uint8, device="cuda")
                   for first in range(0, missing, BLOCK)]
