@@ -17,6 +17,7 @@ from miles_compat.args import Args, parser_defaults
 from miles_compat.importance import weighted
 from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.reducer import token_weights
+from miles_compat.paths import function_at
 from miles_compat.rewards import scores
 from miles_compat.rollout import advantages, post_processed, rollout_data
 from miles_compat.sample import asked
@@ -336,3 +337,14 @@ def test_whole_samples_and_context_parallelism_exclude_each_other():
     config = RunConfig(perf=Perf(actor_num_gpus_per_node=2), surfaces={"megatron": {"context_parallel_size": 2}})
     with pytest.raises(ConfigError, match="context parallelism cuts them"):
         Compat(CompatOptions(custom_tis_function_path="a.b"), config)
+
+
+@pytest.mark.parametrize("word", ["def", "async def"])
+def test_a_reward_function_that_raises_is_named_with_its_line(batch, word, tmp_path):
+    path, samples = tmp_path / "broken_reward.py", batch.groups[0].samples
+    path.write_text(f"{word} score(args, sample, **more):\n    return 1 / 0\n")
+    for sample in samples:
+        sample.reward = None
+    with pytest.raises(ZeroDivisionError) as raised:
+        asyncio.run(scores(function_at("custom_rm_path", f"{path}:score"), None, samples))
+    assert raised.value.__notes__ == [f"in {path}:2 score"]

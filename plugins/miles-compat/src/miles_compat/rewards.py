@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_compat.paths import arguments
@@ -35,10 +37,25 @@ async def scores(function: Callable[..., Any], args: Args, samples: Sequence[Sam
 
 
 async def _asked(function: Callable[..., Any], args: Args, given: object) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(args, given)
-    answer = await in_daemon_thread(lambda: function(args, given))
-    return await answer if inspect.isawaitable(answer) else answer
+    with located(function):
+        if inspect.iscoroutinefunction(function):
+            return await function(args, given)
+        answer = await in_daemon_thread(lambda: function(args, given))
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+@contextmanager
+def located(function: Callable[..., Any]) -> Iterator[None]:
+    """Say of what is raised in which line of the function's own file it was."""
+    try:
+        yield
+    except Exception as error:
+        module = inspect.getmodule(function)
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__)
+                 if module is not None and frame.filename == module.__file__]
+        if lines:
+            error.add_note(f"in {lines[-1].filename}:{lines[-1].lineno} {lines[-1].name}")
+        raise
 
 
 async def given(args: Args, sample: Sample) -> Any:
