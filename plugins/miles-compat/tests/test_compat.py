@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_compat.args import Args, parser_defaults
 from miles_compat.importance import weighted
+from miles_compat.paths import function_at
 from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.reducer import token_weights
-from miles_compat.paths import function_at
 from miles_compat.rewards import scores
 from miles_compat.rollout import advantages, post_processed, rollout_data
 from miles_compat.sample import asked
