@@ -167,10 +167,10 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
     known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
-    near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.6)
+    near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.7)
     fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
-        f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
+        f"did you mean {near[0]!r}?" if near else "add its --plugin, or name a function (--custom-...-path)")
     raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
                      got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)
 
