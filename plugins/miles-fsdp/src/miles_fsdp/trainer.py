@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.device_cache import DeviceCache
 from miles_local.objective import Objective, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
@@ -57,7 +56,6 @@ class FsdpTrainer:
         refuse_hooks(hooks)
         self.objective = Objective(config, hooks)
         self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
-        self._cache = DeviceCache(config)
         self._batch: Batch | None = None
         self._sender: Sender | None = None
 
@@ -84,7 +82,6 @@ class FsdpTrainer:
             self.columns.check(sample)
         self._batch = batch
         heap.give_back()
-        self._cache.fill()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
@@ -119,7 +116,8 @@ class FsdpTrainer:
     def end_batch(self) -> Batch | None:
         batch, self._batch = self.batch, None
         heap.give_back()
-        self._cache.give_back()
+        if self.config.perf.colocate and self.config.perf.offload_rollout and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine wakes up on this GPU
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.device_cache import DeviceCache
 from miles_local.objective import Objective, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
@@ -34,7 +33,7 @@ from miles_megatron.gradients import gathered
 from miles_megatron.heads import sizes_of
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank
-from miles_megatron.models import Models
+from miles_megatron.models import Models, empty_cache
 from miles_megatron.on_policy import SUSPECT
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
@@ -66,7 +65,6 @@ class MegatronTrainer:
         self.throughput = Throughput(config, rank.size)
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
-        self.cache = DeviceCache(config)
         self.sender: Sender | None = None
         self._starting = False
 
@@ -86,7 +84,6 @@ class MegatronTrainer:
             self.columns.check(sample, values=i % self.rank.size == self.rank.index)
         self.batch = batch
         heap.give_back()
-        self.cache.fill()
         self._saving()
 
     def score(self) -> dict[str, float]:
@@ -140,7 +137,8 @@ class MegatronTrainer:
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
         heap.give_back()
-        self.cache.give_back()
+        if self.config.perf.colocate and self.config.perf.offload_rollout:
+            empty_cache()  # the engine wakes up on this GPU, and what a step leaves in torch's cache may be its room
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
