@@ -290,6 +290,7 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     if dist.is_initialized():
         return
     _take_gpu(rank)
+    _collect()
     rendezvous.join(rank, timeout)
 
 
@@ -305,6 +306,13 @@ def _take_gpu(rank: Rank) -> None:
                               f"{'not set' if visible is None else repr(visible)}", code="rank-without-gpu",
                           fix="look at nvidia-smi and torch.cuda.is_available() there, or ask for fewer GPUs")
     torch.cuda.set_device(rank.local)
+
+
+def _collect() -> None:
+    """Free what only cycles refer to. All else, modules above all, later collections no longer look through: each ends
+    the groups of one trainer or layout, which are younger."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave() -> None:
@@ -351,7 +359,7 @@ def initialize(
         parallel_state.destroy_model_parallel()  # its groups stay, each with threads
         for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
             dist.destroy_process_group(group)
-        gc.collect()
+        _collect()
     parallel_state.initialize_model_parallel(
         tensor, pipeline, virtual_pipeline, context_parallel_size=context, expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
