@@ -6,6 +6,7 @@ where a fresh interpreter needs seconds for torch, Megatron-core and transformer
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -17,12 +18,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PLUGINS = [
+    "miles_flags.functions", "miles_flags.plugin", "miles_flags.settings", "miles_grpo.advantage", "miles_grpo.plugin",
+    "miles_local.checks", "miles_local.plugin", "miles_math.plugin", "miles_megatron.checks", "miles_megatron.decoder",
+    "miles_megatron.families", "miles_megatron.memory_plan", "miles_megatron.mixture", "miles_megatron.muon_plan",
+    "miles_megatron.options", "miles_megatron.plan_lines", "miles_megatron.plugin", "miles_preflight.plugin",
+    "miles_preflight.rows", "miles_preflight.statements", "miles_ray.plugin", "miles_report.plugin",
+    "miles_sglang.checks", "miles_sglang.plugin", "miles_sglang.surface",
+]  # fmt: skip
+"""What most runs import of official plugins, where these are installed."""
+
 PRELOAD = [
-    "torch", "transformers", "transformers.models.auto.tokenization_auto",
+    "torch", "torch.profiler", "transformers", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.configuration_qwen3",
     "miles_core.cli.run", "miles_core.build", "miles_core.execute", "miles_megatron.step",
-    "miles_local.engine", "miles_megatron.checkpoint", "miles_core.loop",
+    "miles_local.engine", "miles_megatron.checkpoint", "miles_core.loop", "miles_core.kl",
     "pydantic.main", "pydantic.type_adapter",
+    "pytest",  # modules of tests import it, and forks import these for `before`
+    *(name for name in PLUGINS if importlib.util.find_spec(name.partition(".")[0])),
+    "miles_testing.warm",  # the last
 ]  # fmt: skip
 
 
