@@ -17,6 +17,7 @@ import platform
 import queue
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 _ALONE = Rank()
+_left = threading.Event()
+"""Set from `leave` until the next `process_group`."""
 _HERE = f"__import__('sys').modules[{__name__!r}]"
 
 
@@ -289,6 +292,9 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     """
     if dist.is_initialized():
         return
+    if _left.is_set():
+        gc.collect()  # cycles keep what was left, each group with threads
+        _left.clear()
     _take_gpu(rank)
     _collect()
     rendezvous.join(rank, timeout)
@@ -316,13 +322,13 @@ def _collect() -> None:
 
 
 def leave() -> None:
-    """Leave all process groups and end their threads; a process that serves one trainer after another needs it."""
+    """Leave all process groups; where the process serves another trainer, `process_group` first ends their threads."""
     from megatron.core import parallel_state
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        gc.collect()
+        _left.set()
 
 
 def initialize(
