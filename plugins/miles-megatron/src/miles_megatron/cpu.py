@@ -293,10 +293,9 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     if dist.is_initialized():
         return
     if _left.is_set():
-        gc.collect()  # cycles keep what was left, each group with threads
+        _collect()
         _left.clear()
     _take_gpu(rank)
-    _collect()
     rendezvous.join(rank, timeout)
 
 
@@ -315,8 +314,8 @@ def _take_gpu(rank: Rank) -> None:
 
 
 def _collect() -> None:
-    """Free what only cycles refer to. All else, modules above all, later collections no longer look through: each ends
-    the groups of one trainer or layout, which are younger."""
+    """Free what only cycles refer to, of which each process group that was left has threads. What stays, modules above
+    all, is not looked through by the next collection: the groups that it ends are younger."""
     gc.collect()
     gc.freeze()
 
