@@ -72,8 +72,8 @@ class Ranks:
         return results["train/loss"], results["gradients"]
 
     def ask(self, method: str, *args: object) -> Any:
-        """Any method of Trial, on all ranks; after an error the next question starts new ones, unless one rank raised it,
-        which waits for no other."""
+        """Any method of Trial, on all ranks. After an error the next question starts new ones; but a rank that is alone
+        goes on after a refusal, since nobody waits for it in a collective."""
         if self._group is None:
             self._group = process_group("trial", self.size, Trial)
             self._group.timeout = TIMEOUT
