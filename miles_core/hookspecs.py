@@ -15,7 +15,6 @@ trainer. A named hook marked `part` returns the part itself; the others are call
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -288,13 +287,14 @@ def samples(rollout_id: int, dataset: str | None, samples: Sequence[Sample], run
 
 def specs() -> dict[str, Any]:
     """Every hook by name, in loop order: the core's, then those that packages have declared."""
-    return {name: item for module in (sys.modules[__name__], *_declared.values())
-            for name, item in vars(module).items() if callable(item) and hasattr(item, "kind")}
+    return {name: item for hooks in _declared.values() for name, item in hooks.items()}
 
 
 def declare(name: str) -> None:
     """Take the hooks of a package's own module of specifications, which its manifest names; it is light."""
-    _declared[name] = importlib.import_module(name)
+    items = vars(importlib.import_module(name)).items()
+    _declared[name] = {hook: item for hook, item in items if callable(item) and hasattr(item, "kind")}
 
 
-_declared: dict[str, Any] = {}
+_declared: dict[str, dict[str, Any]] = {}
+declare(__name__)

@@ -9,7 +9,6 @@ An error can then name the plugin to install, and naming a part (`--rm-type math
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import click
@@ -26,7 +25,7 @@ the trainer is laid out."""
 def manifests() -> list[Manifest]:
     """The manifests of this repository's plugins, by name."""
     paths = ROOT.glob(f"plugins/miles-*/src/*/{FILE}")
-    stated = [of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path)) for path in paths]
+    stated = [of_toml(path.read_text(encoding="utf-8")) for path in paths]
     return sorted(stated, key=lambda manifest: manifest.name)
 
 

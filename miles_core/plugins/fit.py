@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import dis
+import functools
 import importlib.machinery
 import inspect
 import linecache
@@ -143,10 +144,11 @@ Problems = Iterator[tuple[str, str]]
 """(what is wrong, what to do)."""
 
 
-def problems(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+@functools.cache  # each role asks
+def problems(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> tuple[tuple[str, str], ...]:
     """What does not suit the hook; `refused` are the marker's arguments that are not used here."""
-    for look in (_marker, _arguments, _async_or_not, _result):
-        yield from look(function, refused, hook, spec)
+    looks = (_marker, _arguments, _async_or_not, _result)
+    return tuple(problem for look in looks for problem in look(function, refused, hook, spec))
 
 
 def _marker(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:

@@ -7,6 +7,7 @@ core's own parts are read from their source by AST. Both give the same Manifest,
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.machinery
 import tomllib
 from dataclasses import dataclass, field
@@ -84,15 +85,17 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
         ManifestError: no such file, a syntax error, no plugin class or several, options that are not literals.
     """
     with reading(str(path), ManifestError):  # nested so deep that Python gives up, or no text at all
-        return _of_source(path, name, module)
+        try:
+            return _of_source(path.read_text(encoding="utf-8"), path, name, module)
+        except OSError as error:
+            raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path),
+                                fix="check the path", code="plugin-file-unreadable") from None
 
 
-def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
+@functools.cache
+def _of_source(text: str, path: Path, name: str | None, module: str | None) -> Manifest:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path),
-                            fix="check the path", code="plugin-file-unreadable") from None
+        tree = ast.parse(text, str(path))
     except SyntaxError as error:
         raise ManifestError("the plugin file is not valid Python", got=f"line {error.lineno}: {error.msg}",
                             code="plugin-file-not-python", who=str(path), fix="correct the syntax error") from None
@@ -140,7 +143,7 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     if editable and source.is_file() and path.is_file() and source.stat().st_mtime_ns > path.stat().st_mtime_ns:
         return of_source(source, name=name, module=where)
     try:
-        return of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        return of_toml(path.read_text(encoding="utf-8"))
     except OSError:
         raise ManifestError(f"plugin {name!r} has no manifest", code="manifest-missing", who=str(path),
                             fix="run `miles plugins manifest --write` in its project") from None
@@ -158,8 +161,10 @@ def mentions(module: str, word: str) -> bool:
     return any(path.is_file() and word in path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
-def of_toml(data: dict, where: str) -> Manifest:
-    """The Manifest that a parsed miles-plugin.toml states."""
+@functools.cache
+def of_toml(text: str) -> Manifest:
+    """The Manifest that a miles-plugin.toml states."""
+    data = tomllib.loads(text)
     options = {key: Option(data["name"], key, o["type"], o.get("default"), o["help"],
                            **{name: tuple(o.get(name, ())) for name in LISTS})
                for key, o in data.get("options", {}).items()}

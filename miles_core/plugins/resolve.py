@@ -11,7 +11,6 @@ from miles_core.config.surfaces import advice, surfaces_of
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import ManifestError, OwnerError
 from miles_core.plugins import fit
-from miles_core.plugins.manifest import Offer
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
 from miles_core.plugins.select import Selected, offered_by
 from miles_core.reading import format_of
@@ -137,17 +136,13 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                 if first != one.manifest.name:
                     raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
                                      f"{first} and {one.manifest.name}", code="part-offered-twice",
-                                     who=" and ".join(_definitions(selected, offer)),
+                                     who=" and ".join(fit.who(one, offer.hook, fit.located(one, mine.method))
+                                                      for one in selected for mine in one.manifest.offers
+                                                      if (mine.hook, mine.name) == (offer.hook, offer.name)),
                                      fix="enable only one of them, or rename one")
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(selected, hook, name, key, owners, config) for hook, name, key in choices(config)]
-
-
-def _definitions(selected: Sequence[Selected], offer: Offer) -> list[str]:
-    """Who offers a named part, and where it is written."""
-    return [fit.who(one, offer.hook, fit.located(one, mine.method)) for one in selected
-            for mine in one.manifest.offers if (mine.hook, mine.name) == (offer.hook, offer.name)]
 
 
 def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: dict[tuple[str, str], str],

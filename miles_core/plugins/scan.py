@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.metadata
 import json
+import os
 import re
 import sys
 import tomllib
@@ -21,19 +23,16 @@ BUILT_IN = {"core": "miles_core.stages.defaults"}
 OFFICIAL = Path(__file__).with_name("official.toml")
 """What is known of the official plugins without having them installed; generated from their manifests."""
 
+_OFFICIAL = tomllib.loads(OFFICIAL.read_text(encoding="utf-8"))
 
-def _official() -> dict:
-    return tomllib.loads(OFFICIAL.read_text(encoding="utf-8"))
-
-
-KNOWN: Mapping[str, tuple[str, ...]] = {name: tuple(offers) for name, offers in _official()["offers"].items()}
+KNOWN: Mapping[str, tuple[str, ...]] = {name: tuple(offers) for name, offers in _OFFICIAL["offers"].items()}
 """Official plugins and what they offer, so that an error can name the one to install or to enable."""
 
-CALLED_FOR: Mapping[str, str] = _official()["called_for"]
+CALLED_FOR: Mapping[str, str] = _OFFICIAL["called_for"]
 """Official plugins that a run gets for an option that it sets, or for what config.json says that its engine's weights
 are quantised by."""
 
-DEFAULTS: tuple[str, ...] = tuple(_official()["default"])
+DEFAULTS: tuple[str, ...] = tuple(_OFFICIAL["default"])
 """Official plugins that take part in every run where they are installed, in this order: trainers, engines, checks. They
 are imported only where a run needs one of their parts."""
 
@@ -77,13 +76,15 @@ class Installed:
 
 def installed() -> list[Installed]:
     """Every entry point of the group, sorted by name; one distribution seen twice on sys.path counts once."""
-    changed = (Path(folder).stat().st_mtime_ns if Path(folder).exists() else None for folder in sys.path)
-    return list(_installed(tuple(zip(sys.path, changed, strict=True))))
+    return list(_installed(tuple((folder, _changed(folder or ".")) for folder in sys.path)))
+
+
+def _changed(path: str) -> int | None:
+    return os.stat(path).st_mtime_ns if os.path.exists(path) else None
 
 
 @functools.lru_cache(maxsize=1)
 def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
-    """Read once a plan, which asks some six times."""
     plugins = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         stated, direct = _headers(entry.dist), entry.dist.read_text("direct_url.json")
@@ -108,5 +109,10 @@ def _headers(distribution: importlib.metadata.Distribution) -> dict[str, list[st
 
 
 def look_again() -> None:
-    """Forget what `installed` found."""
+    """Let `installed` see metadata that are rewritten where they are, as with a new version."""
+    _forget(tuple(_changed(path) for folder in sys.path for path in glob.iglob(f"{folder}/*.dist-info/METADATA")))
+
+
+@functools.lru_cache(maxsize=1)
+def _forget(_stamp: tuple[int | None, ...]) -> None:
     _installed.cache_clear()

@@ -49,7 +49,9 @@ def built_in() -> list[Selected]:
     from miles_core import __version__
 
     have = {one.name: one for one in installed()}
-    parts = [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
+    parts = [Selected(manifests.of_source(PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py"), name=name,
+                                          module=module), "built-in", __version__, "default")
+             for name, module in BUILT_IN.items()]
     return parts + [Selected(manifest_of(have[name]), have[name].distribution, have[name].version, "default")
                     for name in DEFAULTS if name in have]
 
@@ -95,12 +97,6 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
                              fix="name it once, or change the class attribute `name` in the file")
         chosen.append(new)
     return chosen
-
-
-@functools.cache
-def _built_in(name: str, module: str) -> Manifest:
-    path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
-    return manifests.of_source(path, name=name, module=module)
 
 
 def readable(hook: str | None = None) -> list[Manifest]:

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 
-def _restart(event: Mapping[str, object]) -> str:
-    goes_on = f"from the last checkpoint in {event['resumes']}" if event["resumes"] else "from the start of the run"
-    return f"restart {event['count']} of {event['most']} {goes_on}: {event['culprit']}"
-
-
 def _blocked(event: Mapping[str, object]) -> str:
     whose = f"plugin {event['plugin']}, hook {event['hook']}, " if event["plugin"] else ""
     return (f"the event loop has been blocked for {event['seconds']:.0f} s by {whose}{event['where']}; meanwhile "
@@ -18,7 +13,8 @@ def _blocked(event: Mapping[str, object]) -> str:
 
 
 FAULTS: dict[str, Callable[[Mapping], tuple[str, str]]] = {
-    "restart": lambda e: ("warning", _restart(e)),
+    "restart": lambda e: ("warning", f"restart {e['count']} of {e['most']} from the " + (
+        f"last checkpoint in {e['resumes']}" if e["resumes"] else "start of the run") + f": {e['culprit']}"),
     "engine_lost": lambda e: ("warning", f"{e.get('engine')} is lost: {e.get('why')}"),
     "engine_compiles": lambda e: ("info", f"{e.get('engine')} does not answer while kernels are compiled "
                                           f"({e.get('what')}); it is waited for, up to {e.get('limit'):g} s"),

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from miles_testing import forked
 
 ROOT = Path(__file__).parents[2]
 STARTS = Path(__file__).parent / "starts"
@@ -110,23 +111,22 @@ def test_it_starts(tmp_path, script, words, plans):
     starts = tmp_path / "starts.jsonl"
     folders = [*([str(STARTS)] if plans else []), str((ROOT / script).parent), os.environ.get("PYTHONPATH", "")]
     command = [script, *words.format(folder=tmp_path, python=sys.executable).split()]
-    done = subprocess.run(
-        [sys.executable, *(["-c", f"import {Path(script).stem}"] if script in UNREAD else command)], cwd=ROOT,
-        capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+    done = forked.python(
+        ["-c", f"import {Path(script).stem}"] if script in UNREAD else command, ROOT, timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "MILES_TEST_STARTS": str(starts)})  # fmt: skip
     outcomes = [json.loads(line) for line in starts.read_text().splitlines()] if starts.exists() else []
-    printed = f"{outcomes}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
+    printed = f"{outcomes}\n{done.out[-3000:]}{done.err[-5000:]}"
     assert [outcome for _, outcome in outcomes] == ["planned"] * plans, printed
     # Figures of so little work may miss a bar, which is status 1.
-    assert plans or (done.returncode in (0, 1) and "Traceback" not in done.stderr), printed
+    assert plans or (done.code in (0, 1) and "Traceback" not in done.err), printed
 
 
 def test_tests_that_take_a_gpu_are_collected_without_one():
-    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *TESTS],
-                          cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line} == set(TESTS)
+    code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    done = forked.python(["-c", code, "--collect-only", "-q", "-p", "no:cacheprovider", *TESTS], ROOT, timeout=300,
+                         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.code == 0, done.out[-3000:] + done.err[-2000:]
+    assert {line.partition("::")[0] for line in done.out.splitlines() if "::" in line} == set(TESTS)
 
 
 @pytest.mark.parametrize("script", FOUND + TESTS)

@@ -22,9 +22,9 @@ def grader():
     grader.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def lone():
-    """A grader with a single process, for the tests that end it."""
+    """A grader with a single process, for the tests that end it: each leaves one, or none, and asks for one."""
     grader = Grader(timeout=1.0, processes=1)
     yield grader
     grader.close()

@@ -31,6 +31,14 @@ def scorers():
         plugin.finish()
 
 
+@pytest.fixture(scope="module")
+def lone():
+    """A plugin with one process for all tests: who ends it leaves none, and the next one to ask starts another."""
+    plugin = Rewards(RewardsOptions(grading_timeout=1.0, grading_processes=1), RunConfig())
+    yield plugin
+    plugin.finish()
+
+
 def sample(text, label="46", index=0, **row):
     return Sample(Prompt(7, 5, "12+34=", (1,), label, row), index, {"tokens": np.arange(3, dtype=np.int32)}, text=text)
 
@@ -70,22 +78,20 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", ["deepscaler", "dapo", "f1", "gpqa", "boxed_f1", "boxed_gpqa"])
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_a_hostile_answer_scores_no_more_than_0_in_bounded_time(scorers, name, answer):
-    plugin = scorers(grading_timeout=1.0, grading_processes=1)
+def test_a_hostile_answer_scores_no_more_than_0_in_bounded_time(lone, name, answer):
     hostile = sample(rf"</think>\boxed{{{HOSTILE[answer]}}}", "46" if name == "dapo" else "x/2")
     begin = time.process_time()
-    score = getattr(plugin, name)(hostile)
+    score = getattr(lone, name)(hostile)
     assert (score["score"] if isinstance(score, dict) else score) <= 0
     assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("answer", ["a tower", "a long text", "a factorial"])
-def test_what_nobody_can_judge_is_counted_and_the_next_answer_judged(scorers, answer):
-    plugin = scorers(grading_timeout=1.0, grading_processes=1)
+def test_what_nobody_can_judge_is_counted_and_the_next_answer_judged(lone, answer):
     hostile, usual = (sample(rf"</think>\boxed{{{text}}}", "x/2") for text in (HOSTILE[answer], "0.5x"))
-    assert plugin.deepscaler(hostile) == 0.0
+    assert lone.deepscaler(hostile) == 0.0
     assert hostile.metadata["figures"] == {"deepscaler_ungraded": 1.0} and hostile.metadata["deepscaler_ungraded"]
-    assert plugin.deepscaler(usual) == 1.0
+    assert lone.deepscaler(usual) == 1.0
     assert usual.metadata == {"figures": {"deepscaler_ungraded": 0.0}}
 
 

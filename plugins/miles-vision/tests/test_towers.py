@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from contextlib import contextmanager
 
@@ -27,19 +28,21 @@ MEGATRON = ("--trainer", "megatron", "--use-dynamic-batch-size", "--max-tokens-p
 KINDS = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 SEEING = re.compile(r"(^|\.)(vision_tower|vision_model|multi_modal_projector|visual)\.")
 IMAGES = [[1, 0, 0, 2], [0, 3, 1, 1]]
+UNCLIPPED = ("--clip-grad", "0")
 
 
 @pytest.fixture
 def planned(checkpoint, tmp_path):
     """(kind, *flags) -> the plan, and rollouts whose images are in its folder."""
-    def made(kind, *flags, images=IMAGES):
-        folder = checkpoint(kind)
-        (tmp_path / "run.toml").write_text(RUN_FILE)
-        plan = prepare(tmp_path / "run.toml", ["--hf-checkpoint", str(folder), "--vision.image-dir",
-                                               str(tmp_path / "images"), *MEGATRON, *flags])
-        return plan, batches(folder, tmp_path / "images", images), ImageStore(tmp_path / "images")
+    return lambda kind, *flags, images=IMAGES: plan_of(checkpoint(kind), tmp_path, *flags, images=images)
 
-    return made
+
+def plan_of(model, folder, *flags, images):
+    """See `planned`."""
+    (folder / "run.toml").write_text(RUN_FILE)
+    plan = prepare(folder / "run.toml", ["--hf-checkpoint", str(model), "--vision.image-dir", str(folder / "images"),
+                                         *MEGATRON, *flags])
+    return plan, batches(model, folder / "images", images), ImageStore(folder / "images")
 
 
 @contextmanager
@@ -168,14 +171,24 @@ def gradients(plan, batch):
         return {name: one.clone() for name, one in trainer.models.stream()}
 
 
+@pytest.fixture(scope="module")
+def of_fsdp(checkpoint, tmp_path_factory):
+    """kind -> gradients by the trainer fsdp, computed once."""
+    @functools.cache
+    def computed(kind):
+        plan, (batch,), _ = plan_of(checkpoint(kind), tmp_path_factory.mktemp("whole"), *UNCLIPPED, "--trainer", "fsdp",
+                                    images=IMAGES[:1])
+        return gradients(plan, batch)
+
+    return computed
+
+
 @pytest.mark.parametrize("recompute", [(), ("--recompute-granularity", "full")], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS[:7])
-def test_gradients_are_those_of_the_whole_model(kind, recompute, planned):
+def test_gradients_are_those_of_the_whole_model(kind, recompute, planned, of_fsdp):
     """Which the trainer fsdp has, in one micro-batch with no, one and two images."""
-    flags = ("--clip-grad", "0")
-    plan, (batch,), _ = planned(kind, *flags, *recompute, images=IMAGES[:1])
-    whole, _, _ = planned(kind, *flags, "--trainer", "fsdp", images=IMAGES[:1])
-    ours, theirs = gradients(plan, batch), gradients(whole, batch)
+    plan, (batch,), _ = planned(kind, *UNCLIPPED, *recompute, images=IMAGES[:1])
+    ours, theirs = gradients(plan, batch), of_fsdp(kind)
     assert ours.keys() == theirs.keys()
     # What a softmax does not see has a gradient of rounding alone: the biases of Gemma 3's keys.
     felt = {name: one for name, one in theirs.items() if one.abs().max() > 1e-6}

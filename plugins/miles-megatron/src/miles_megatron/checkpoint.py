@@ -311,6 +311,9 @@ def write_errors(target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
     """DistributedOptimizer calls gc.collect() to make its state dict; without the heap of before it takes no time."""
+    if gc.get_freeze_count():  # most of it is hidden already, and is to stay so
+        yield
+        return
     gc.freeze()
     try:
         yield

@@ -17,6 +17,7 @@ import platform
 import queue
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 _ALONE = Rank()
+_left = threading.Event()
+"""Set from `leave` until the next `process_group`."""
 _HERE = f"__import__('sys').modules[{__name__!r}]"
 
 
@@ -289,6 +292,9 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     """
     if dist.is_initialized():
         return
+    if _left.is_set():
+        _collect()
+        _left.clear()
     _take_gpu(rank)
     rendezvous.join(rank, timeout)
 
@@ -307,14 +313,21 @@ def _take_gpu(rank: Rank) -> None:
     torch.cuda.set_device(rank.local)
 
 
+def _collect() -> None:
+    """Free what only cycles refer to, of which each process group that was left has threads. What stays, modules above
+    all, is not looked through by the next collection: the groups that it ends are younger."""
+    gc.collect()
+    gc.freeze()
+
+
 def leave() -> None:
-    """Leave all process groups and end their threads; a process that serves one trainer after another needs it."""
+    """Leave all process groups; where the process serves another trainer, `process_group` first ends their threads."""
     from megatron.core import parallel_state
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        gc.collect()
+        _left.set()
 
 
 def initialize(
@@ -351,7 +364,7 @@ def initialize(
         parallel_state.destroy_model_parallel()  # its groups stay, each with threads
         for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
             dist.destroy_process_group(group)
-        gc.collect()
+        _collect()
     parallel_state.initialize_model_parallel(
         tensor, pipeline, virtual_pipeline, context_parallel_size=context, expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,

@@ -1,28 +1,48 @@
-"""Real `miles` commands from a warm process: heavy imports are done once, then every command is a fork of that process.
+"""Real commands from a warm process: heavy imports are done once, then every command is a fork of that process.
 
-A fork runs the same entry point as the console script, in its own folder, with its own output; it costs milliseconds
-where a fresh interpreter needs seconds for torch, Megatron-core and transformers.
+A fork runs the entry point of the console script `miles`, or a script as the interpreter would, in its own folder and
+with its own output; it costs milliseconds where a fresh interpreter needs seconds for torch and transformers.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import importlib.util
+import json
 import multiprocessing
 import os
+import runpy
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PLUGINS = [
+    "miles_flags.functions", "miles_flags.plugin", "miles_flags.settings", "miles_grpo.advantage", "miles_grpo.plugin",
+    "miles_local.checks", "miles_local.plugin", "miles_math.plugin", "miles_megatron.checks", "miles_megatron.decoder",
+    "miles_megatron.families", "miles_megatron.memory_plan", "miles_megatron.mixture", "miles_megatron.muon_plan",
+    "miles_megatron.options", "miles_megatron.plan_lines", "miles_megatron.plugin", "miles_preflight.plugin",
+    "miles_preflight.rows", "miles_preflight.statements", "miles_ray.plugin", "miles_report.plugin",
+    "miles_sglang.checks", "miles_sglang.plugin", "miles_sglang.surface",
+]  # fmt: skip
+"""What most runs import of official plugins, where these are installed."""
+
 PRELOAD = [
-    "torch", "transformers", "transformers.models.auto.tokenization_auto",
+    "torch", "torch.profiler", "transformers", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.configuration_qwen3",
     "miles_core.cli.run", "miles_core.build", "miles_core.execute", "miles_megatron.step",
-    "miles_local.engine", "miles_megatron.checkpoint", "miles_core.loop",
+    "miles_local.engine", "miles_megatron.checkpoint", "miles_core.loop", "miles_core.kl",
     "pydantic.main", "pydantic.type_adapter",
+    "pytest",  # modules of tests import it, and forks import these for `before`
+    *(name for name in PLUGINS if importlib.util.find_spec(name.partition(".")[0])),
+    "miles_testing.warm",  # the last
 ]  # fmt: skip
 
 
@@ -54,9 +74,39 @@ def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, befo
         before: runs in the fork first; has to be picklable.
         while_running: runs here with the process, to send it signals for instance.
     """
+    return _outcome(functools.partial(_miles, [str(word) for word in argv], before), cwd, timeout, while_running)
+
+
+def python(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0,
+           env: Mapping[str, str] | None = None) -> Outcome:
+    """Run `python SCRIPT ...` or `python -c CODE ...` in a fork and wait for it.
+
+    Its path is that of an interpreter which starts in `cwd` with the PYTHONPATH of `env`, whose `sitecustomize` it
+    imports as well. What it cannot tell from a fresh one by is only that the modules of PRELOAD are there.
+
+    Args:
+        timeout: seconds after which it is killed and the outcome says -9.
+        env: its environment, this process's by default.
+    """
+    env = dict(os.environ if env is None else env)
+    path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *_own_path()]
+    return _outcome(functools.partial(_python, [str(word) for word in argv], env, path), cwd, timeout)
+
+
+@functools.cache
+def _own_path() -> list[str]:
+    """Where an interpreter looks for modules without a script and without PYTHONPATH."""
+    done = subprocess.run([sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"], check=True,
+                          env={**os.environ, "PYTHONPATH": ""}, text=True, stdout=subprocess.PIPE)
+    path: list[str] = json.loads(done.stdout)
+    return path
+
+
+def _outcome(work: Callable[[], None], cwd: Path, timeout: float,
+             while_running: Callable[[multiprocessing.process.BaseProcess], None] | None = None) -> Outcome:
     out, err = cwd / f".out-{time.monotonic_ns()}", cwd / f".err-{time.monotonic_ns()}"
     begin = time.monotonic()
-    process = context().Process(target=_main, args=([str(a) for a in argv], str(cwd), str(out), str(err), before))
+    process = context().Process(target=_main, args=(work, str(cwd), str(out), str(err)))
     process.start()
     if while_running is not None:
         while_running(process)
@@ -71,12 +121,16 @@ def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, befo
     return Outcome(process.exitcode, printed, complained, time.monotonic() - begin)
 
 
-def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], None] | None) -> None:
+def _main(work: Callable[[], None], cwd: str, out: str, err: str) -> None:
     os.chdir(cwd)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
+    work()
+
+
+def _miles(argv: list[str], before: Callable[[], None] | None) -> None:
     sys.argv = ["miles", *argv]
     from miles_core.cli import main
 
@@ -91,6 +145,25 @@ def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], No
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+def _python(argv: list[str], env: dict[str, str], path: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = path
+    importlib.invalidate_caches()
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
+    try:
+        if argv[0] == "-c":
+            sys.argv, sys.path[:0] = ["-c", *argv[2:]], [""]
+            exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[:0] = argv, [str(Path(argv[0]).resolve().parent)]
+            runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends forks without
 
 
 def apart(work: Callable[..., None], *args: object, timeout: float = 120.0) -> None:

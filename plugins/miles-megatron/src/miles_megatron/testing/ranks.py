@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from miles_core.config.tables import RunConfig
+from miles_core.errors import DiedError, MilesError, WaitError
 from miles_core.hosts import Handle, process_group
 from miles_core.plugins.plan import Plan
 from miles_core.plugins.select import Selected
@@ -71,7 +72,8 @@ class Ranks:
         return results["train/loss"], results["gradients"]
 
     def ask(self, method: str, *args: object) -> Any:
-        """Any method of Trial, on all ranks; after an error the next question starts new ones."""
+        """Any method of Trial, on all ranks. After an error the next question starts new ones; but a rank that is alone
+        goes on after a refusal, since nobody waits for it in a collective."""
         if self._group is None:
             self._group = process_group("trial", self.size, Trial)
             self._group.timeout = TIMEOUT
@@ -81,8 +83,9 @@ class Ranks:
 
         try:
             return self._runner.run(call())
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            if self.size > 1 or not isinstance(error, MilesError) or isinstance(error, DiedError | WaitError):
+                self._end()
             raise
 
     def _end(self) -> None:
@@ -139,8 +142,8 @@ class Trial:
         self._made += 1
         meet = self.rank.rendezvous and f"{self.rank.rendezvous}-{self._made}"
         trainer = trainer_part(selected, config, replace(self.rank, rendezvous=meet))
-        trainer.load()
         try:
+            trainer.load()
             return use(trainer)
         finally:
             del trainer
