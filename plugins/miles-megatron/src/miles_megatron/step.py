@@ -28,7 +28,7 @@ from miles_core.stages.on_policy import mismatch
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
-from miles_megatron import checkpoint, cpu, estimate, forward_backward, hashes, unread
+from miles_megatron import cpu, estimate, forward_backward, hashes, unread
 from miles_megatron.forward_backward import ColumnScatter
 from miles_megatron.gradients import gathered
 from miles_megatron.heads import sizes_of
@@ -286,7 +286,7 @@ class MegatronTrainer:
                      for key, value in _totals(_numbers(shares)).items()} | model.step()
         if len(taken) < len(samples):
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
-        prefix = "train" if model.name == checkpoint.ACTOR else model.name
+        prefix = "train" if model is self.models.actor else model.name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
             {} if scores is None else mismatch(taken, self.batch.version))
 
