@@ -123,8 +123,8 @@ def test_it_starts(tmp_path, script, words, plans):
 
 def test_tests_that_take_a_gpu_are_collected_without_one():
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-    done = forked.python(["-c", code, "--collect-only", "-q", "-p", "no:cacheprovider", *TESTS], ROOT, timeout=300,
-                         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = forked.python(["-c", code, "--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", *TESTS], ROOT,
+                         timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.code == 0, done.out[-3000:] + done.err[-2000:]
     assert {line.partition("::")[0] for line in done.out.splitlines() if "::" in line} == set(TESTS)
 

@@ -248,13 +248,18 @@ def test_unwritable_folder(place, flags, words):
     place.refuses(2, words, *flags)
 
 
+def close_streams():
+    """Leave the process as an interpreter finds itself that starts without streams."""
+    for number in range(3):
+        os.close(number)
+    sys.stdin = sys.stdout = sys.stderr = None
+
+
 def test_closed_standard_streams(place):
     """A run that a daemon starts without any goes on, and what a library prints is in none of its files."""
     (place.path / "loud.py").write_text(LOUD)
     flags = ["--run-dir", "runs/a", "--save", "ckpt", "--plugin", "./loud.py", "--rm-type", "loud"]
-    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c",
-              "from miles_core.cli import main; main()"]
-    assert subprocess.run([*closed, "run", place.file, *flags], cwd=place.path, timeout=100).returncode == 0
+    assert place.run(*flags, before=close_streams).code == 0
     assert [event["status"] for event in events(place, "run_end")] == ["completed"]
     files = [path for folder in ("runs", "ckpt") for path in (place.path / folder).rglob("*") if path.is_file()]
     assert not [path for path in files if b"printed" in path.read_bytes()]
