@@ -57,7 +57,7 @@ class Policy:
         if rules == Rules():
             return set(present)
         if rules.keep_best and not self._measured and len(present) > len(keep):  # misspelt, it would cost the best
-            logger.warning("retention keeps all checkpoints while %s is not measured; events.jsonl has the metrics' names",
+            logger.warning("retention keeps all checkpoints while %s is not measured; events.jsonl has the names",
                            rules.keep_metric)
             return set(present)
         if rules.save_retain_interval:
