@@ -120,7 +120,7 @@ def _footer(file: str) -> pyarrow.parquet.FileMetaData:
                         fix="fetch or write it again; a pointer of Git LFS is fetched by git lfs pull") from None
 
 
-def _cells(file: str, number: int, row: Row) -> Iterator[Row]:
+def _cells(file: str, number: int, row: dict[Any, Any]) -> Iterator[Row]:
     if None in row:  # where DictReader puts what it has no name for
         raise DataError("the row has more cells than the first line names", code="data-row-too-wide", got=row[None],
                         who=f"{file}, row {number}",
