@@ -21,8 +21,8 @@ from miles_core.errors import ConfigError
 REQUIRED = dataclasses.MISSING
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), off: tuple[str, ...] = (),
-           within: tuple[float, ...] = ()) -> Any:
+def option(default: Any, help: str, *, flags: str | tuple[str, ...] = (),
+           off: str | tuple[str, ...] = (), within: tuple[float, ...] = ()) -> Any:
     """Declare one option of a table.
 
     Args:
@@ -33,8 +33,13 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), off: tuple[s
         within: (least,) or (least, most) of a number; what is beyond is refused.
     """
     kind = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(**kind, metadata={"help": help, "flags": tuple(flags), "off": tuple(off),
-                                             "within": tuple(within)})
+    return dataclasses.field(**kind, metadata={"help": help, "flags": words_of(flags), "off": words_of(off),
+                                             "within": words_of(within)})
+
+
+def words_of(value: Any) -> tuple[Any, ...]:
+    """What is declared as one word, whose letters are not meant, or as several."""
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True, slots=True)

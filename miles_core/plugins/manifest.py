@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.config.options import Option
+from miles_core.config.options import Option, words_of
 from miles_core.errors import ManifestError
 from miles_core.reading import reading
 
@@ -106,10 +106,10 @@ def _of_source(text: str, path: Path, name: str | None, module: str | None) -> M
                             code="plugin-class-count", got=", ".join(p.name for p in plugins) or "none", who=str(path),
                             fix="mark the methods of one class with miles_core.hookimpl")
     node = plugins[0]
-    constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign)
-                 for t in s.targets if isinstance(t, ast.Name)}
-    name = name or _literal(constants.get("name"), path) or path.stem.replace("_", "-")
-    words = {key: tuple(_literal(constants.get(key), path) or ()) for key in WORDS}
+    constants = {ast.unparse(t): s.value for s in node.body if isinstance(s, ast.Assign | ast.AnnAssign)
+                 for t in (s.targets if isinstance(s, ast.Assign) else [s.target])}
+    name = str(name or _literal(constants.get("name"), path) or path.stem.replace("_", "-"))
+    words = {key: words_of(_literal(constants.get(key), path) or ()) for key in WORDS}
     tables = {key: dict(_literal(constants.get(key), path) or {}) for key in STATED}
     return Manifest(
         name=name, plugin=f"{module or path}:{node.name}",
@@ -180,13 +180,8 @@ def _functions(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDe
 
 
 def _marker(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr | None:
-    for decorator in function.decorator_list:
-        target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if (isinstance(target, ast.Name) and target.id == "hookimpl") or (
-            isinstance(target, ast.Attribute) and target.attr == "hookimpl"
-        ):
-            return decorator
-    return None
+    return next((one for one in function.decorator_list
+                 if ast.unparse(getattr(one, "func", one)).rpartition(".")[2] == "hookimpl"), None)
 
 
 def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, plugin: str, path: Path) -> Offer:
@@ -201,8 +196,8 @@ def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, p
 
 def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], path: Path) -> dict[str, Option]:
     """The options class is what the constructor's `options` parameter is annotated with."""
-    init = next((f for f in _functions(node) if f.name == "__init__"), None)
-    argument = next((a for a in init.args.args if a.arg == "options"), None) if init else None
+    argument = next((a for f in _functions(node) if f.name == "__init__" for a in f.args.args
+                     if a.arg == "options"), None)
     if argument is None:
         return {}
     kind = argument.annotation.id if isinstance(argument.annotation, ast.Name) else None
@@ -219,7 +214,7 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
                                     code="option-not-declared", who=str(path),
                                     fix="for example option(0.2, 'One sentence.', flags=('--eps',))")
             default, text = (_literal(arg, path) for arg in call.args)
-            more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
+            more = {k.arg: words_of(_literal(k.value, path)) for k in call.keywords}
             options[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
     return options
 

@@ -2,15 +2,17 @@
 
 import ast
 import re
+import tomllib
 
 import pytest
 from miles_megatron.surface import surface
 from source import ROOT, core_files, plugin_files
 
 from miles_core.config.load import load
-from miles_core.config.options import options_of
+from miles_core.config.options import Option, options_of
 from miles_core.config.tables import TABLES
 from miles_core.errors import ConfigError, UnknownKeyError
+from miles_core.plugins.manifest import of_toml
 
 DECLARED = {(table, name): option for table, kind in TABLES.items() for name, option in options_of(table, kind).items()}
 
@@ -64,3 +66,24 @@ def test_the_page_of_flags_has_the_keys_of_megatron_core_that_a_run_file_takes(t
         return (field.table, field.name) not in DECLARED
 
     assert {name for name, field in surface().items() if takes(field)} == listed
+
+
+def flags_without_their_table(options: list[Option]) -> set[str]:
+    """What an option is not called: flags of a plugin's option without the table, unless somebody takes them."""
+    taken = {f"--{option.name.replace('_', '-')}" for option in DECLARED.values()}
+    taken |= {flag for option in [*DECLARED.values(), *options] for flag in (*option.flags, *option.off)}
+    taken |= {flag for path in (*core_files(), *plugin_files())  # those of commands
+              for flag in re.findall(r'option\(\s*"(--[\w-]+)', path.read_text(encoding="utf-8"))}
+    return {f"--{option.name.replace('_', '-')}" for option in options} - taken
+
+
+def test_an_error_names_flags_by_which_options_are_set():
+    paths = sorted(ROOT.glob("plugins/*/src/*/miles-plugin.toml"))
+    manifests = [of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path)) for path in paths]
+    unknown = flags_without_their_table([option for one in manifests for option in one.options.values()])
+    assert "--sft-response-key" in unknown and "--loss-mask-type" not in unknown
+    for path in (*core_files(), *plugin_files()):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "fix" and "miles convert" not in ast.unparse(node.value):
+                named = re.findall(r"(?<![\w.-])--[a-z][\w.-]*\w", ast.unparse(node.value))
+                assert not unknown & set(named), f"{path}:{node.value.lineno}: write --TABLE.NAME"

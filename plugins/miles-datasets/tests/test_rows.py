@@ -97,6 +97,16 @@ def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(read, tmp_path):
     assert list(read(str(write(tmp_path / "a.json", rows)))) == rows
 
 
+@pytest.mark.parametrize("text", ["q,a\nWhat is 1,000+1?,1001\n", "q,a\nx,y,\n", "q,a\nx,y\nu,v,w\n"])
+def test_a_row_of_more_cells_than_columns_is_refused_and_nothing_is_shifted(read, tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    for most in (None, 65536):
+        with pytest.raises(DataError, match="a.csv"):
+            list(read(str(tmp_path / "a.csv"), most))
+    (tmp_path / "b.tsv").write_text('q\ta\n"1\t000"\t1,001\n')
+    assert list(read(str(tmp_path / "b.tsv"))) == [{"q": "1\t000", "a": "1,001"}]
+
+
 def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_path):
     for number in range(3):
         write(tmp_path / f"data/train-{number}.parquet", ROWS[number * 10:][:10])

@@ -46,6 +46,12 @@ def test_the_metric_of_a_rollout_is_that_of_the_checkpoint_after_it(tmp_path):
     assert made.kept(THERE) == {4, 10}
 
 
+def test_nothing_is_removed_while_the_metric_of_the_best_is_unknown(tmp_path, caplog):
+    made = policy(tmp_path, {4: 0.9}, keep_best=1, keep_metric="eval/sumz")
+    assert made.kept([2]) == {2} and not caplog.text
+    assert made.kept(THERE) == set(THERE) and "eval/sumz is not measured" in caplog.text
+
+
 def test_what_earlier_starts_measured_is_known(tmp_path):
     lines = [{"event": "run_start", "resumed_from": None},
              {"event": "eval", "rollout_id": 4, "metrics": {"eval/sums": 0.9}}]

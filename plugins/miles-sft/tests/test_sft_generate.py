@@ -170,7 +170,7 @@ def test_generation_blocks_say_where_answers_are(checkpoint):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(checkpoint):
     messages = chat("a", "<think>x</think>B", "c", "<think>y</think>D")
-    with pytest.raises(DataError, match="train row 4.*message 1 differently.*--sft-last-turn-only"):
+    with pytest.raises(DataError, match="train row 4.*message 1 differently.*--sft.sft-last-turn-only"):
         generate(plugin(checkpoint, FORGETFUL), messages=messages)
     last = plugin(checkpoint, FORGETFUL, SftOptions(sft_last_turn_only=True))
     [sample] = generate(last, messages=messages)
@@ -213,7 +213,7 @@ def test_a_conversation_that_ends_with_a_question_needs_a_response(checkpoint):
     sft = plugin(checkpoint)
     [sample] = generate(sft, messages=chat("a"), token_ids=[5, 6], metadata={"response": "B"})
     assert sample.tokens[:2].tolist() == [5, 6] and trained(sft, sample) == f"B{EOS}"
-    with pytest.raises(DataError, match="row 4.*no answer.*--sft-response-key"):
+    with pytest.raises(DataError, match="row 4.*no answer.*--sft.sft-response-key"):
         generate(sft, messages=chat("a"), token_ids=[5, 6])
 
 

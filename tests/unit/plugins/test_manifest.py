@@ -10,6 +10,7 @@ from miles_testing.manifests import to_toml
 from miles_core.config.options import Option
 from miles_core.errors import ManifestError
 from miles_core.plugins import manifest
+from miles_core.plugins.load import load
 from miles_core.plugins.manifest import Manifest, Offer, of_source, of_toml
 from miles_core.plugins.plan import prepare
 
@@ -43,6 +44,31 @@ class Hostile:
         return group
 '''
 
+STATED = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miles_core import hookimpl, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    wide: int = option(3, "How wide.", flags="--width")
+
+
+class Stated:
+    name: str = "calm"
+    requires = "grpo"
+    conflicts: ClassVar[tuple[str, ...]] = ("math",)
+
+    def __init__(self, options: Options):
+        self.options = options
+
+    @hookimpl
+    def filter_group(self, group):
+        return group
+'''
+
 
 @pytest.fixture
 def hostile(tmp_path):
@@ -59,6 +85,15 @@ def test_a_file_is_read_and_not_executed(hostile, tmp_path):
     assert found.precision == {"sync": "{width} bits"}
     assert found.options["width"] == Option("gentle", "width", "int", 3, "How wide.", ("--width",))
     assert not (tmp_path / "trace").exists()
+
+
+def test_what_a_class_states_may_be_annotated_and_one_word(tmp_path):
+    path = tmp_path / "stated.py"
+    path.write_text(STATED)
+    stated = of_source(path)
+    assert (stated.name, stated.requires, stated.conflicts) == ("calm", ("grpo",), ("math",))
+    assert stated.options["wide"].flags == ("--width",)
+    load(stated)
 
 
 def test_a_plan_with_a_plugin_file_does_not_execute_it(hostile, tmp_path):

@@ -54,12 +54,14 @@ def header(file: str) -> list[str]:
     """Names of the columns of a CSV or TSV file.
 
     Raises:
-        DataError: it has no line.
+        DataError: it has no line, or its first row more cells than columns: pandas, which refuses such a row anywhere
+            else, would take the first cells of all rows for an index, and shift the others.
     """
     with open(file, newline="", encoding="utf-8-sig") as lines:
         names = next(csv.reader(lines, delimiter=DELIMITERS[Path(file).suffix.lower()]), None)
     if not names:
         raise DataError("the file is empty", code="data-file-empty", who=file, fix="its first line names the columns")
+    next(rows([file]), None)
     return names
 
 
@@ -71,7 +73,8 @@ def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
         yield from _record_batches(file, media)
     elif kind in DELIMITERS:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            yield from ((1, partial(iter, (row,))) for row in csv.DictReader(lines, delimiter=DELIMITERS[kind]))
+            yield from ((1, partial(_cells, file, number, row))
+                        for number, row in enumerate(csv.DictReader(lines, delimiter=DELIMITERS[kind])))
     else:
         with open(file, "rb") as objects:
             yield from ((1, partial(_object, file, number, line))
@@ -115,6 +118,14 @@ def _footer(file: str) -> pyarrow.parquet.FileMetaData:
         raise DataError("the file is not Parquet, or not whole", code="parquet-unreadable",
                         got=str(error).splitlines()[0][:200], who=file,
                         fix="fetch or write it again; a pointer of Git LFS is fetched by git lfs pull") from None
+
+
+def _cells(file: str, number: int, row: dict[Any, Any]) -> Iterator[Row]:
+    if None in row:  # where DictReader puts what it has no name for
+        raise DataError("the row has more cells than the first line names", code="data-row-too-wide", got=row[None],
+                        who=f"{file}, row {number}",
+                        fix='put a cell with a delimiter into quotes, "1,000"; end no line with one')
+    yield row
 
 
 def _object(file: str, number: int, line: bytes) -> Iterator[Row]:

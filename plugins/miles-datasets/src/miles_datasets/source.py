@@ -141,7 +141,7 @@ class Source:
             return self._of_name
         kind = "arrow" if self._ending == "dataset" else self._ending
         if kind in ("csv", "tsv"):  # text stays what it is: 007 is a label, and 12 no 12.0 because another row has none
-            names = in_order.header(self.files[0])
+            names = [in_order.header(file) for file in self.files][0]
             settings = {"keep_default_na": False, "sep": in_order.DELIMITERS[f".{kind}"],
                         "features": datasets.Features(dict.fromkeys(names, datasets.Value("string")))}
         return datasets.load_dataset_builder("csv" if kind == "tsv" else kind, data_files=self.files,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json
 from miles_core.errors import ConfigError
 from miles_core.record.events import read
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -52,6 +55,10 @@ class Policy:
         rules = self._rules
         keep = set(present[-(rules.keep_last or 1):])
         if rules == Rules():
+            return set(present)
+        if rules.keep_best and not self._measured and len(present) > len(keep):  # misspelt, it would cost the best
+            logger.warning("retention keeps all checkpoints while %s is not measured; events.jsonl has the names",
+                           rules.keep_metric)
             return set(present)
         if rules.save_retain_interval:
             keep |= {one for one in present if one % rules.save_retain_interval == 0}

@@ -80,7 +80,7 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
                 f"the chat template renders message {i} differently when others follow, so the answer cannot be "
                 "located", code="sft-template-not-incremental",
                 who=where,
-                fix="--loss-mask-type qwen3 renders each answer alone, --sft-last-turn-only trains on the last; or "
+                fix="--loss-mask-type qwen3 renders each answer alone, --sft.sft-last-turn-only trains on the last; or "
                 "--chat-template-path with a template that has {% generation %} blocks",
             )
         _append(encoded, tokenizer, whole[at : len(before)], trained=False)

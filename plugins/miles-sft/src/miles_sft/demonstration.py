@@ -106,7 +106,7 @@ def _response(prompt: Prompt, key: str, where: str) -> str:
     if not isinstance(response, str):
         raise DataError("the row has no answer to train on", code="sft-answer-missing", who=where,
                         got=f"no text under {key!r} and no label" if response is None else type(response).__name__,
-                        fix="name its key with --sft-response-key or --label-key, or let the conversation end with it")
+                        fix="name its key with --sft.sft-response-key or --label-key, or end the conversation with it")
     return response
 
 

@@ -54,7 +54,7 @@ class Preparation:
         if prompt.messages and prompt.messages[-1].get("role") == "assistant":
             raise DataError("the conversation with images ends with its answer", code="vision-answer-in-conversation",
                             who=where, fix="put the answer into a key of its own, and name it with --label-key or "
-                            "--sft-response-key")
+                            "--sft.sft-response-key")
         try:
             files = [read(source, self._folders, self._most) for source in sources(prompt.metadata.get(self._key))]
         except ImageUnusable as error:
