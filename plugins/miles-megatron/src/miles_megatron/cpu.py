@@ -293,7 +293,7 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     if dist.is_initialized():
         return
     if _left.is_set():
-        _collect()
+        gc.collect()  # what only cycles refer to, of which each process group that was left has threads
         _left.clear()
     _take_gpu(rank)
     rendezvous.join(rank, timeout)
@@ -311,13 +311,6 @@ def _take_gpu(rank: Rank) -> None:
                               f"{'not set' if visible is None else repr(visible)}", code="rank-without-gpu",
                           fix="look at nvidia-smi and torch.cuda.is_available() there, or ask for fewer GPUs")
     torch.cuda.set_device(rank.local)
-
-
-def _collect() -> None:
-    """Free what only cycles refer to, of which each process group that was left has threads. What stays, modules above
-    all, is not looked through by the next collection: the groups that it ends are younger."""
-    gc.collect()
-    gc.freeze()
 
 
 def leave() -> None:
@@ -364,7 +357,7 @@ def initialize(
         parallel_state.destroy_model_parallel()  # its groups stay, each with threads
         for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
             dist.destroy_process_group(group)
-        _collect()
+        gc.collect()
     parallel_state.initialize_model_parallel(
         tensor, pipeline, virtual_pipeline, context_parallel_size=context, expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
