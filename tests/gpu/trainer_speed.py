@@ -128,12 +128,12 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
 
-    folder = Path(tempfile.mkdtemp())
+    folder, whole = Path(tempfile.mkdtemp()), whole or tokens
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
-                                                groups=(whole or tokens) // length // 2))
+                                                groups=whole // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
-    case, whole = Case(plan.selected, plan.config, Rank()), whole or tokens
+    case = Case(plan.selected, plan.config, Rank())
     figures, trainer = case.train(rollout(whole, length), steps, profile)[0], case.trainer
     seconds, counted = figures["seconds"], figures["peak"]
     memory_of = trainer.models.actor.memory

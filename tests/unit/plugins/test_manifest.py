@@ -137,7 +137,6 @@ implied = st.dictionaries(words, st.one_of(st.booleans(), st.integers(-10**6, 10
 @given(words, st.lists(options, max_size=3, unique_by=lambda o: o.name), st.lists(words, max_size=2), implied,
        st.dictionaries(words, words, max_size=2))
 def test_a_manifest_survives_its_toml(summary, found, provides, implies, precision):
-
     one = Manifest("p", "m:C", summary, 1, (Offer("reward", "x", "f"),), {o.name: o for o in found}, tuple(provides),
                    implies=implies, precision=precision)
     assert of_toml(to_toml(one)) == one
@@ -146,7 +145,6 @@ def test_a_manifest_survives_its_toml(summary, found, provides, implies, precisi
 @pytest.mark.parametrize("project", sorted(Path(__file__).parents[3].glob("plugins/miles-*")),
                          ids=lambda path: path.name)
 def test_the_manifests_of_the_official_plugins_are_what_their_code_says(project):
-
     package = project.name.replace("-", "_")
     folder = project / "src" / package
     name = project.name.removeprefix("miles-")
