@@ -63,3 +63,6 @@ def test_what_is_seen_and_where_it_stops(tmp_path):
     assert (tmp_path / "torn/root/buffered").read_bytes() == b"0123456"
     code, _, seen = work(tmp_path / "copy", kill=15, torn=3)
     assert code == -9 and (tmp_path / "copy/root/copy").read_bytes() == b"012"
+    code, _, seen = work(tmp_path / "short", kill=5, torn=20)  # nothing to tear: the write has only 10 bytes
+    assert code == -9 and seen == SEEN[:6]
+    assert (tmp_path / "short/root/buffered").read_bytes() == b"0123456789"

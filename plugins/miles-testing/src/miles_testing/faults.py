@@ -73,7 +73,8 @@ class Faults:
 
     Args:
         kill: SIGKILL right before the operation of this number; None only records.
-        torn: for writes: let so many bytes pass first.
+        torn: for writes: let so many bytes pass first. What writes fewer at that number (files change in no fixed order
+            where threads write) is done whole, and the kill comes right before the next operation.
     """
 
     root: Path
@@ -155,9 +156,10 @@ class _Tracer:
             self._last = file
             self._note([self._count, kind, path, size])
             left, self._passed = self.faults.torn - self._passed, self._passed + size
-            if self._count != self.faults.kill or (size and left >= size):
+            kill = self.faults.kill
+            if kill is None or self._count < kill or (self._count == kill and size and left >= size):
                 return
-            if left > 0 and tear is not None:
+            if self._count == kill and left > 0 and tear is not None:
                 tear(left)
             os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
