@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,15 +99,15 @@ def layout(run: RunConfig, gpus: int) -> str:
     return f"{' '.join(words)}, e{best.config.perf.rollout_num_gpus_per_engine}"
 
 
-def generated() -> str:
-    """The tables."""
+def generated(models: Iterable[Released]) -> str:
+    """The tables of these models."""
     least = " | ".join(f"at least, {gib} GiB" for gib in MEMORY)
     sizes = [f"| model | `model_type` | parameters | published | of a token | trainer | engine | {least} |",
              "|" + "---|" * (7 + len(MEMORY))]
     layouts: dict[int, list[str]] = {gib: [
         f"| {gib} GiB | " + " | ".join(f"{count} GPUs" for count in GPUS) + " |", "|" + "---|" * (1 + len(GPUS))]
         for gib in MEMORY}
-    for one in released():
+    for one in models:
         state = (one.size.value + estimate.FP32 + 3 * estimate.FP32) * one.counted * 1e9 / memory_plan.GIB
         weights = memory_plan.engine(one.run, one.size)[0] / memory_plan.GIB
         smallest = " | ".join(str(proposals.smallest(one.on(gib)) or "–") for gib in MEMORY)
@@ -122,7 +122,7 @@ def generated() -> str:
 def page(text: str) -> str:
     """The page with that part made anew."""
     head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n\n{generated()}\n\n{END}{rest.partition(END)[2]}"
+    return f"{head}{BEGIN}\n\n{generated(released())}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def proposals(config: RunConfig, gpus: int, most: int = 1) -> list[Proposal]:
         ConfigError: the model's shape or the memory of a GPU is not known.
     """
     best: list[Proposal] = []
-    for floor, laid_out, model, room in sorted(_candidates(config, gpus), key=lambda one: one[0]):
+    floors = [(seconds(laid_out, model), laid_out, model, room) for laid_out, model, room in _candidates(config, gpus)]
+    for floor, laid_out, model, room in sorted(floors, key=lambda one: one[0]):
         if len(best) >= most and best[most - 1].seconds <= floor:
             break  # what saves memory costs time: none of the rest is better
         if (one := _spared(laid_out, model, room)) is not None:
@@ -103,14 +104,14 @@ def smallest(config: RunConfig, most: int = 4096) -> int | None:
     """The smallest power of two of GPUs that something fits; None where it is above `most`."""
     count = 1
     while count <= most:
-        if any(_spared(laid_out, model, room) for _, laid_out, model, room in _candidates(config, count)):
+        if any(_spared(laid_out, model, room) for laid_out, model, room in _candidates(config, count)):
             return count
         count *= 2
     return None
 
 
-def _candidates(config: RunConfig, gpus: int) -> Iterator[tuple[float, RunConfig, ModelDimensions, float]]:
-    """(seconds where nothing has to be saved, the run in a layout, its model, bytes that it may take)."""
+def _candidates(config: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, ModelDimensions, float]]:
+    """(the run in a layout, its model, bytes that it may take)."""
     base, model, capacity = known(config, gpus)
     each = engine_gpus(base, model, capacity, gpus)
     room = (capacity - OUTSIDE) * (1 - TOLERANCE)
@@ -119,8 +120,7 @@ def _candidates(config: RunConfig, gpus: int) -> Iterator[tuple[float, RunConfig
         return
     base = replace(base, perf=replace(base.perf, rollout_num_gpus_per_engine=each))
     for laid_out in _laid_out(base, model, gpus):
-        split = replace(model, layout=layout_of(laid_out))
-        yield seconds(laid_out, split), laid_out, split, room
+        yield laid_out, replace(model, layout=layout_of(laid_out)), room
 
 
 def known(config: RunConfig, gpus: int) -> tuple[RunConfig, ModelDimensions, float]:
@@ -207,6 +207,8 @@ def _spared(config: RunConfig, model: ModelDimensions, room: float) -> Proposal 
             continue
         one = config.with_surface("megatron", **spared)
         parts = estimate.trainer(one, model)
+        if parts["weights"] + parts["gradients"] > room:
+            break  # nothing spares these
         if sum(parts.values()) < room:
             fitting.append(Proposal(one, model.layout, parts, seconds(one, model)))
             if not spared:
