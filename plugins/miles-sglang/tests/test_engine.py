@@ -162,6 +162,27 @@ def test_a_stop_string_across_two_calls_ends_the_response_there(ask):
     assert len(response.extra["routed_experts"]) == 3 + 3 - 1
 
 
+@pytest.mark.parametrize("end", [2, 700, 2999, 3000])
+def test_a_stop_string_in_a_long_answer_is_found_with_few_looks(ask, end):
+    """Decoding takes as long as there are tokens, and the driver's loop waits for it."""
+    from miles_sglang.client import Answer
+    from miles_sglang.in_flight import InFlightRequest, ModelFacts
+
+    ids, looks = np.ones(3000, np.int32), []
+    ids[end - 2:end] = 2, 3
+
+    def decode(ids, skip):
+        looks.append(len(ids))
+        return "".join(chr(48 + token) for token in ids)
+
+    facts = ModelFacts(vocab=100, stops=frozenset({98}), layers=1, topk=1, context=4000, longest=3995)
+    inflight = InFlightRequest(ask("a", 3000, stop=("9", "23")), 0, facts, decode)
+    inflight.body()
+    for part, reason in ((ids[:1], "abort"), (ids[1:], "length")):
+        inflight.take([Answer(part, part.astype(np.float32), reason, "1")], [1])
+    assert inflight.response().output_ids.tolist() == ids[:end].tolist() and len(looks) < 20
+
+
 @pytest.mark.parametrize(("ids", "reason", "sampling", "end"), [
     ([1, 98, 3, 4], "length", {}, 2), ([1, 2, 3, 98], "length", {}, 4), ([1, 2, 3, 4], "length", {}, 4),
     ([1, 98, 3, 4], "length", {"ignore_eos": True}, 4), ([1, 98, 3, 98], "length", {"min_new_tokens": 2}, 4),

@@ -2,8 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
-from miles_vllm.client import Failed, parse
+from miles_vllm.call import Call
+from miles_vllm.client import Answer, Failed, parse
+
+from miles_core.stages.rollout import Request, SamplingParams
 
 
 def answer(spans, ids=(3, 4), named=None, reason="stop") -> dict:
@@ -27,3 +31,20 @@ def test_versions_are_those_that_the_server_states_for_each_token():
 def test_what_is_no_answer_may_be_asked_for_again(body):
     with pytest.raises(Failed):
         parse(body, "engine 0")
+
+
+@pytest.mark.parametrize("end", [2, 700, 2999, 3000])
+def test_a_stop_string_across_calls_is_found_with_few_looks(end):
+    """Decoding takes as long as there are tokens, and the driver's loop waits for it."""
+    ids, looks = np.ones(3000, np.int32), []
+    ids[end - 2:end] = 2, 3
+
+    def decode(ids):
+        looks.append(len(ids))
+        return "".join(chr(48 + token) for token in ids)
+
+    call = Call(Request("a", (1,), SamplingParams(max_new_tokens=3000, stop=("9", "23")), key=1), 4000)
+    for part, reason in ((ids[:1], "abort"), (ids[1:], "length")):
+        call.take(Answer(part, part.astype(np.float32), part, reason))
+    response = call.response(decode)
+    assert response.output_ids.tolist() == ids[:end].tolist() and response.finish_reason == "stop" and len(looks) < 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import bisect
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -210,7 +211,7 @@ class InFlightRequest:
             return reason
         if self._first_stop(len(self.ids) - new) is not None:
             return "stop"
-        if sampling.stop and new and any(stop in self._text() for stop in sampling.stop):
+        if new and self._stopped():
             return "stop"
         if len(self.ids) >= sampling.max_new_tokens or self._length > self._facts.longest:
             return "length"
@@ -237,10 +238,14 @@ class InFlightRequest:
         drafted, ends = any(self._counts.get(name) for name in SPECULATION), [len(self.ids)]
         if drafted and (stop := self._first_stop(0)) is not None:
             ends.append(stop)
-        if (drafted or self._calls > 1) and any(stop in self._text() for stop in self.request.sampling.stop):
-            ends.append(next(end for end in range(1, len(self.ids) + 1)
-                             if any(stop in self._text(end) for stop in self.request.sampling.stop)))
+        if (drafted or self._calls > 1) and self._stopped():  # a beginning that has one is that of longer ones
+            ends.append(bisect.bisect_left(range(len(self.ids)), True, key=self._stopped))
         return min(ends)
+
+    def _stopped(self, end: int | None = None) -> bool:
+        """Whether the first tokens have a stop string."""
+        text = self._text(end) if self.request.sampling.stop else ""
+        return any(stop in text for stop in self.request.sampling.stop)
 
     def _cut(self, response: Response, end: int) -> Response:
         """Its first `end` tokens, and why they are the last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,12 @@ class Call:
         ids, log_probs, versions = (np.concatenate([np.zeros(0, dtype), *(getattr(one, part) for one in self.answers)])
                                     for part, dtype in parts)
         stops, reason, end = self.request.sampling.stop, self.reason or "abort", len(ids)
-        if len(self.answers) > 1 and any(stop in decode(ids) for stop in stops):
-            end = next(end for end in range(1, len(ids) + 1) if any(stop in decode(ids[:end]) for stop in stops))
-            reason = "stop"
+
+        def stopped(first: int) -> bool:
+            text = decode(ids[:first])
+            return any(stop in text for stop in stops)
+
+        if stops and len(self.answers) > 1 and stopped(end):  # a beginning that has one is that of longer ones
+            end, reason = bisect.bisect_left(range(end), True, key=stopped), "stop"
         figures = {"engine_retries": float(self.failures)} if self.failures else {}
         return Response(ids[:end], log_probs[:end], versions[:end], reason, decode(ids[:end]), figures=figures)
