@@ -72,7 +72,14 @@ def dead_process(run: Record) -> Iterator[Finding]:
 
 def killed(run: Record) -> Iterator[Finding]:
     """It neither runs nor ended."""
-    if run.end is not None or run.holder is not None or not run.of(Kind.RUN_START):
+    if run.end is not None or run.holder is not None:
+        return
+    if not run.of(Kind.RUN_START):
+        if not any(run.directory.samples.glob("*")):  # else it did begin, and its record is lost
+            yield Finding("error", "the run began no rollout, wrote no end, and no process writes to it any more",
+                          "it was refused, or killed while it loaded models and data: kill -9, a lack of memory, a "
+                          "time limit of the cluster", "see what its command printed, logs/ and dmesg; then start it "
+                          "again", run.where(run.events[-1]) if run.events else "plan.json")
         return
     age, done, of = run.now - run.events[-1]["time"], len(run.metrics), run.of(Kind.RUN_START)[-1].get("rollouts")
     yield Finding("error", f"the run was killed: {done} of {of} rollouts are done, its last word is {age:.0f} s old, "
