@@ -97,6 +97,15 @@ def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(read, tmp_path):
     assert list(read(str(write(tmp_path / "a.json", rows)))) == rows
 
 
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\r\n", b"\n  \n\n", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json"])
+def test_what_editors_put_before_the_first_row_is_passed_over(read, tmp_path, kind, begin):
+    plain = write(tmp_path / f"plain.{kind}", ROWS[:3])
+    (tmp_path / f"a.{kind}").write_bytes(begin + plain.read_bytes())
+    for most in (None, 65536):
+        assert list(read(str(tmp_path / f"a.{kind}"), most)) == list(read(str(plain), most)) == ROWS[:3]
+
+
 @pytest.mark.parametrize("text", ["q,a\nWhat is 1,000+1?,1001\n", "q,a\nx,y,\n", "q,a\nx,y\nu,v,w\n"])
 def test_a_row_of_more_cells_than_columns_is_refused_and_nothing_is_shifted(read, tmp_path, text):
     (tmp_path / "a.csv").write_text(text)

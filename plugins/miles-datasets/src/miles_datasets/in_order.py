@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,16 @@ def header(file: str) -> list[str]:
             else, would take the first cells of all rows for an index, and shift the others.
     """
     with open(file, newline="", encoding="utf-8-sig") as lines:
-        names = next(csv.reader(lines, delimiter=DELIMITERS[Path(file).suffix.lower()]), None)
+        names = next(csv.reader(_from_header(lines), delimiter=DELIMITERS[Path(file).suffix.lower()]), None)
     if not names:
         raise DataError("the file is empty", code="data-file-empty", who=file, fix="its first line names the columns")
     next(rows([file]), None)
     return names
+
+
+def _from_header(lines: Iterable[str]) -> Iterator[str]:
+    """Without the blank lines at the beginning, which pandas passes over wherever they are, and csv after the names."""
+    return itertools.dropwhile(lambda line: not line.strip(" \r\n"), lines)
 
 
 def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
@@ -74,7 +79,7 @@ def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
     elif kind in DELIMITERS:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             yield from ((1, partial(_cells, file, number, row))
-                        for number, row in enumerate(csv.DictReader(lines, delimiter=DELIMITERS[kind])))
+                        for number, row in enumerate(csv.DictReader(_from_header(lines), delimiter=DELIMITERS[kind])))
     else:
         with open(file, "rb") as objects:
             yield from ((1, partial(_object, file, number, line))
