@@ -117,7 +117,7 @@ def main() -> None:
         os.set_inheritable(number, True)
     os.close(number)
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what no encoding has; the other has it so
+    sys.stdout.reconfigure(errors="replace")  # what no encoding has, or not this one; as wide, for the live view
     try:
         command_line()
     except SystemExit as leave:
