@@ -262,6 +262,7 @@ def test_a_real_fault_is_named(fault, tmp_path, tiny):
     found = examine(Record.load(run))
     assert names(found, "error") == rules, "\n".join(found.text())
     assert (found.side, found.exit_code) == (side, 1)
+    assert "told" not in names(found), "what ended the run is said once"
     worst = found.findings[0]
     assert seen in worst.seen
     name, _, number = worst.where.rpartition(":")

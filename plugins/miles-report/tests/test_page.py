@@ -220,6 +220,8 @@ def test_the_pace_and_the_time_of_several_starts():
     assert (history.pace, history.before, history.done) == (10.0, 0.0, 3)
     history.take({"event": "run_start", "rollout_id": None, "time": 1000.0, "resumed_from": 2})
     assert (history.pace, history.before, history.done) == (None, 30.0, 2)
+    history.take({"event": "metrics", "rollout_id": 2, "time": 400.0, "metrics": {}})
+    assert history.pace is None, "the clock was set back"
 
 
 def test_an_evaluation_of_the_weights_it_resumed_from_counts_until_it_is_done_again(tmp_path):

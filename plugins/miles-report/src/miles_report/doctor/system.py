@@ -150,7 +150,8 @@ def told(run: Record) -> Iterator[Finding]:
     """What the run itself warned of; plugins warn so, too."""
     texts: dict[str, dict] = {}
     for event in run.of(Kind.MESSAGE):
-        if event.get("level") in ("warning", "error"):
+        own = run.end is not None and event.get("text") == run.end.get("error")  # which a rule of its own has told
+        if event.get("level") in ("warning", "error") and not own:
             texts.setdefault(str(event.get("text")), event)
     for text, event in list(texts.items())[:5]:
         yield Finding("note", f"the run warned: {text[:300]}", "the code that wrote it saw something "
