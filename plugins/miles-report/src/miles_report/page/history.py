@@ -91,7 +91,7 @@ class History:
 
     @property
     def pace(self) -> float | None:
-        """Seconds that one of the last rollouts took; None before the first of this start, or if the clock went back."""
+        """Seconds that one of the last rollouts took; None before this start's first, or if the clock went back."""
         seconds = self.ends[-1] - self.ends[0] if len(self.ends) > 1 else -1.0
         return seconds / (len(self.ends) - 1) if seconds >= 0 else None
 
