@@ -85,7 +85,8 @@ def killed(run: Record) -> Iterator[Finding]:
     yield Finding("error", f"the run was killed: {done} of {of} rollouts are done, its last word is {age:.0f} s old, "
                   "and no process writes to it any more",
                   "it had no time to say why: kill -9, a lack of memory, a time limit of the cluster, a terminal that "
-                  "was closed, a machine that went down", f"see dmesg and the scheduler; {_go_on(run)}", run.where(run.events[-1]))
+                  "was closed, a machine that went down", f"see dmesg and the scheduler; {_go_on(run)}",
+                  run.where(run.events[-1]))
 
 
 def interrupted(run: Record) -> Iterator[Finding]:
