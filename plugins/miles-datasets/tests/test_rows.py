@@ -116,6 +116,19 @@ def test_a_row_of_more_cells_than_columns_is_refused_and_nothing_is_shifted(read
     assert list(read(str(tmp_path / "b.tsv"))) == [{"q": "1\t000", "a": "1,001"}]
 
 
+def test_two_columns_of_one_name_are_refused_and_unnamed_ones_are_not(read, tmp_path):
+    """The table would have the first of them, and a stream the last."""
+    (tmp_path / "a.csv").write_text("q,a,a\nx,1,2\n")
+    for most in (None, 65536):
+        with pytest.raises(DataError) as caught:
+            list(read(str(tmp_path / "a.csv"), most))
+        assert (caught.value.code, caught.value.got) == ("data-column-twice", "a")
+    (tmp_path / "b.csv").write_text(",q,a,,\n0,x,1,,\n")  # the first is what pandas writes of its index
+    for most in (None, 65536):
+        assert list(read(str(tmp_path / "b.csv"), most)) == [
+            {"Unnamed: 0": "0", "q": "x", "a": "1", "Unnamed: 3": "", "Unnamed: 4": ""}]
+
+
 def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_path):
     for number in range(3):
         write(tmp_path / f"data/train-{number}.parquet", ROWS[number * 10:][:10])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,16 +59,26 @@ def header(file: str) -> list[str]:
             else, would take the first cells of all rows for an index, and shift the others.
     """
     with open(file, newline="", encoding="utf-8-sig") as lines:
-        names = next(csv.reader(_from_header(lines), delimiter=DELIMITERS[Path(file).suffix.lower()]), None)
+        names = list(_table(file, lines).fieldnames or ())
     if not names:
         raise DataError("the file is empty", code="data-file-empty", who=file, fix="its first line names the columns")
     next(rows([file]), None)
     return names
 
 
-def _from_header(lines: Iterable[str]) -> Iterator[str]:
-    """Without the blank lines at the beginning, which pandas passes over wherever they are, and csv after the names."""
-    return itertools.dropwhile(lambda line: not line.strip(" \r\n"), lines)
+def _table(file: str, lines: Iterable[str]) -> csv.DictReader[str]:
+    """The rows of a CSV or TSV file, with the names that pandas gives its columns.
+
+    Raises:
+        DataError: two have one name; the last would be read here, and the first by pandas.
+    """
+    begun = itertools.dropwhile(lambda line: not line.strip(" \r\n"), lines)  # pandas passes over blank lines
+    table = csv.DictReader(begun, delimiter=DELIMITERS[Path(file).suffix.lower()])
+    table.fieldnames = [name or f"Unnamed: {place}" for place, name in enumerate(table.fieldnames or ())]
+    if twice := [name for name, count in Counter(table.fieldnames).items() if count > 1]:
+        raise DataError("two columns have one name", code="data-column-twice", got=", ".join(twice), who=file,
+                        fix="rename one of them")
+    return table
 
 
 def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
@@ -78,8 +89,7 @@ def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
         yield from _record_batches(file, media)
     elif kind in DELIMITERS:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            yield from ((1, partial(_cells, file, number, row))
-                        for number, row in enumerate(csv.DictReader(_from_header(lines), delimiter=DELIMITERS[kind])))
+            yield from ((1, partial(_cells, file, number, row)) for number, row in enumerate(_table(file, lines)))
     else:
         with open(file, "rb") as objects:
             yield from ((1, partial(_object, file, number, line))
