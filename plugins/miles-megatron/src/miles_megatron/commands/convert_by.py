@@ -63,8 +63,8 @@ def _command(name: str, plugin: str) -> click.Command:
     one = refusal = None
     try:
         (one,) = select.select([(plugin, f"miles convert {name}")], ())
-        said = next((offer.help for offer in one.manifest.offers if (offer.hook, offer.name) == (HOOK, name)), "")
-        options, about = one.manifest.options.values(), f"{said or one.manifest.summary} (plugin {plugin})"
+        own = next((offer.help for offer in one.manifest.offers if (offer.hook, offer.name) == (HOOK, name)), "")
+        options, about = one.manifest.options.values(), f"{own or one.manifest.summary} (plugin {plugin})"
     except MilesError as error:  # not installed: said when it is called, and in the help
         refusal, options, about = error, (), str(error)
 
