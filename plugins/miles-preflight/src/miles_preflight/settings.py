@@ -81,10 +81,10 @@ def _evaluation(config: RunConfig, note: Note) -> None:
 
 
 def _fits(key: str, value: object) -> bool:
-    kind = OF_DATASETS[key]
     whole = type(value) is int and (value > 0 or (key, value) == ("top_k", -1))
-    return {_TABLE: isinstance(value, dict), _TEXT: isinstance(value, str) and value != "",
-            _NUMBER: type(value) in (int, float) and 0 <= value < float("inf"), _WHOLE: whole}[kind]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return {_TABLE: isinstance(value, dict), _TEXT: value != "" and isinstance(value, str), _NUMBER: number,
+            _WHOLE: whole}[OF_DATASETS[key]]
 
 
 def _saved(config: RunConfig) -> None:
