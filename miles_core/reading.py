@@ -95,6 +95,6 @@ def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200].encode(errors="replace").decode()
-        fix = "check its permissions" if isinstance(error, OSError) else "correct what is named above"
+        fix = "check the path and its permissions" if isinstance(error, OSError) else "correct what is named above"
         raise kind("it cannot be read", got=reason, who=getattr(error, "filename", None) or who, fix=fix,
                    code="file-unreadable") from error
