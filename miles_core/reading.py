@@ -21,7 +21,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: anything else, numbers of thousands of digits included; a JSONDecodeError where it is no JSON.
     """
-    text = text.decode() if isinstance(text, bytes) else text
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         value = json.loads(text)
     except RecursionError:
@@ -95,5 +95,6 @@ def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200].encode(errors="replace").decode()
-        raise kind("it contains a value that cannot be read", got=reason, who=getattr(error, "filename", None) or who,
-                   code="file-unreadable", fix="correct the value named above, or write the file again") from error
+        fix = "check the path and its permissions" if isinstance(error, OSError) else "correct what is named above"
+        raise kind("it cannot be read", got=reason, who=getattr(error, "filename", None) or who, fix=fix,
+                   code="file-unreadable") from error

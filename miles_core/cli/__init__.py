@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import importlib
 import os
 import signal
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
+
+from miles_core.errors import MilesError, OwnerError
+from miles_core.record.directory import FULL
 
 if TYPE_CHECKING:
     from miles_core.plugins.manifest import Manifest, Offer
@@ -46,8 +50,6 @@ class Lazy(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            import difflib
-
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
             error.message += f" Did you mean {near[0]!r}?" if near else ""
             raise
@@ -62,7 +64,6 @@ def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
     Raises:
         OwnerError: two plugins offer one name.
     """
-    from miles_core.errors import OwnerError
     from miles_core.plugins.select import readable
 
     commands: dict[str, tuple[Manifest, Offer]] = {}
@@ -116,6 +117,7 @@ def main() -> None:
         os.set_inheritable(number, True)
     os.close(number)
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    sys.stdout.reconfigure(errors="replace")  # what no encoding has, or not this one; as wide, for the live view
     try:
         command_line()
     except SystemExit as leave:
@@ -150,8 +152,6 @@ def _leave(code: int) -> None:
 
 def main_of(body: Callable[[], object]) -> None:
     """Run a program: errors of Miles become a sentence and an exit code."""
-    from miles_core.errors import MilesError
-
     try:
         body()
     except click.exceptions.Abort:
@@ -159,10 +159,12 @@ def main_of(body: Callable[[], object]) -> None:
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None
-    except MilesError as error:
+    except (MilesError, OSError) as error:
+        if not isinstance(error, MilesError):
+            if error.errno not in FULL:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left of the output in its buffer
         click.echo(click.style("Error: ", fg="red", bold=True) + str(error), err=True)
         for note in getattr(error, "__notes__", ()):
             click.echo(f"  {note}", err=True)
-        raise SystemExit(error.exit_code) from None
-    except click.exceptions.Exit as leave:
-        raise SystemExit(leave.exit_code) from None
+        raise SystemExit(getattr(error, "exit_code", 1)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,8 +129,6 @@ def command(plan_only: bool, as_json: bool, locked: Path | None, live: bool | No
 
         lock.check(lock.read(locked), plan, f"--locked {locked}")
     if plan_only:
-        import json
-
         click.echo(json.dumps(plan.to_json(), indent=1) if as_json else plan.to_text(), nl=as_json)
         return
     from miles_core.execute import execute

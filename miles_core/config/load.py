@@ -314,7 +314,7 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
                           fix="check its owner and permissions") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError("the run file is not valid TOML", code="run-file-not-toml", got=str(error), who=str(path),
-                          fix="correct the line named above") from None
+                          fix="write it in UTF-8" if isinstance(error, UnicodeError) else "correct that line") from None
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -144,7 +144,7 @@ def _annotation(text: str) -> Any:
 def _adapter(text: str) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(_annotation(text))
+    return TypeAdapter(_annotation(text), config={"allow_inf_nan": False})  # what is to be off has a word for it
 
 
 def _left_over(option: Option, value: str, origin: Origin) -> None:
@@ -181,9 +181,8 @@ def convert(option: Option, value: object, origin: Origin) -> object:
         return None
     if isinstance(value, str):
         _left_over(option, value, origin)
-    strict_text = isinstance(value, bool) and "bool" not in option.type
     try:
-        if strict_text:
+        if isinstance(value, bool) and "bool" not in option.type:
             raise ValueError("a truth value")
         if (made := _adapter(option.type).validate_python(value)) != made:
             raise ValueError("a number")
@@ -205,8 +204,8 @@ def _bounded(option: Option, value: object, origin: Origin) -> None:
     """
     if not option.within or not isinstance(value, int | float):
         return
-    least, most = option.within[0], option.within[-1] if len(option.within) > 1 else math.inf
-    if not least <= value <= most:  # NaN is in no range
+    least, most = (*option.within, math.inf)[:2]
+    if not least <= value <= most:
         above = f" and at most {most}" if most < math.inf else ""
         raise ConfigError(f"{option.key} should be at least {least}{above}", code="option-out-of-range", got=value,
                           who=f"{option.key} ({origin})", fix="correct it, or remove it for the default")

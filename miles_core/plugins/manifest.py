@@ -31,7 +31,7 @@ class Offer:
     """One hook implementation: the hook, for named hooks the name offered, and the method that does it.
 
     Args:
-        help: of commands, the line that `miles --help` shows.
+        help: of commands and conversions, the line that `miles --help` and `miles convert --help` show.
     """
 
     hook: str
@@ -190,7 +190,7 @@ def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, p
         keywords = {k.arg: _literal(k.value, path) for k in marker.keywords}
         hook = _literal(marker.args[0], path) if marker.args else keywords.get("spec") or hook
         name = keywords.get("name")
-    about = (ast.get_docstring(function) or "").partition("\n")[0] if hook == "commands" else ""
+    about = (ast.get_docstring(function) or "").partition("\n")[0] if hook in ("commands", "convert") else ""
     return Offer(hook, name or plugin, function.name, about)
 
 

@@ -233,12 +233,11 @@ class Console:
         from rich.panel import Panel
         from rich.text import Text
 
-        title = Text.assemble((f" {self._title} ", "bold"))
         rows = [self._progress(), self._numbers(), self._stages()]
         if self._evals:
             rows.append(self._evaluations())
         colour = {"completed": "green", "failed": "red"}.get(self._stage, "bright_black")
-        return Panel(Group(*rows), title=title, title_align="left", border_style=colour, padding=(0, 1))
+        return Panel(Group(*rows), title=Text(f" {self._title} ", "bold"), title_align="left", border_style=colour)
 
     def _progress(self) -> rich.console.RenderableType:
         from rich.progress_bar import ProgressBar

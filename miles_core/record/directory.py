@@ -238,7 +238,7 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno in FULL:
             what, fix = "the disk is full", "free some space or choose a --run-dir on another disk, then resume"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            what, fix = "a file exists where a folder is needed", "move it away, or choose another --run-dir"
+            what, fix = "a file exists, or a dead link, where a folder is due", "move it, or choose another --run-dir"
         else:
             what, fix = "cannot be written", "check its owner and mount, or choose a --run-dir that you may write to"
         raise RunDirectoryError(what, code="run-directory-unwritable", got=error.strerror or error, who=os.fspath(path),

@@ -72,8 +72,7 @@ class Journal:
 
     def rollout(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """A rollout has been trained on."""
-        rollout_id = batch.rollout_id
-        self.events.metrics(rollout_id, metrics)
+        self.events.metrics(rollout_id := batch.rollout_id, metrics)
         self._record("rollout", rollout_id, batch.samples)
         self._track(rollout_id, metrics, None, batch.samples)
         self.console.rollout(rollout_id, metrics)
@@ -110,7 +109,8 @@ class Journal:
     def _track(self, rollout_id: int, metrics: Mapping[str, float], dataset: str | None,
                samples: Sequence[Sample]) -> None:
         if self._hooks is not None:
-            self.tell(self._hooks.metrics, rollout_id, dict(metrics), self.directory.path)
+            text = {name.encode(errors="backslashreplace").decode(): value for name, value in metrics.items()}
+            self.tell(self._hooks.metrics, rollout_id, text, self.directory.path)
             with read_only(samples if self._hooks.samples else (), "samples"):
                 self.tell(self._hooks.samples, rollout_id, dataset, samples, self.directory.path)
 

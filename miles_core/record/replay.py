@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from miles_core.errors import CheckpointError, DataError
-from miles_core.record.directory import make_folder, publish
+from miles_core.record.directory import explained, make_folder, publish
 from miles_core.stages.buffer import Slot, Taken
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
@@ -23,12 +23,12 @@ FLOW = "flow.safetensors"
 
 
 def save_batch(template: str, batch: Batch) -> Path:
-    """Write one rollout; `template` holds {rollout_id}."""
+    """Write one rollout; `template` holds {rollout_id}. A RunDirectoryError says what is in the way."""
     path = Path(template.format(rollout_id=batch.rollout_id))
     meta = {"rollout_id": batch.rollout_id, "version": batch.version, "groups": [len(g.samples) for g in batch.groups]}
-    make_folder(path.parent)
-    publish(path, _pack(meta, batch.samples))
-    return path
+    with explained(path):
+        make_folder(path.parent)
+    return publish(path, _pack(meta, batch.samples))
 
 
 def load_batch(template: str, rollout_id: int) -> Batch:

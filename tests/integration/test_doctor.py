@@ -160,6 +160,18 @@ def test_a_run_that_is_going_is_not_one_that_was_killed(patient):
     assert found.healthy and found.state == f"running, {ROLLOUTS} of {ROLLOUTS} rollouts done"
 
 
+def test_a_run_that_was_killed_while_it_loaded_is_not_healthy(healthy, tmp_path):
+    """What such a one leaves: folders, its plan, and perhaps an empty record."""
+    for name in ("plan.json", "plan.txt"):
+        shutil.copy(healthy / name, tmp_path)
+    (tmp_path / "samples").mkdir()
+    for _ in range(2):
+        assert names(examine(Record.load(tmp_path)), "error") == ["killed"]
+        (tmp_path / "events.jsonl").touch()
+    with Record.load(tmp_path).directory.acquire():
+        assert examine(Record.load(tmp_path)).healthy
+
+
 @pytest.mark.parametrize("lost", ["plan.json", "plan.txt", "events.jsonl", "samples", "logs"])
 def test_a_rule_that_lacks_its_data_says_nothing(patient, lost):
     path = patient.path / lost
@@ -214,6 +226,19 @@ class Broken:
         raise KeyError("nobody foresaw this")
 '''
 
+UNTRAINED = '''
+"""A hook around the step that forgets it."""
+from miles_core import hookimpl
+
+
+class Forgets:
+    """Lets no step happen."""
+
+    @hookimpl
+    def train_step(self, proceed, access):
+        return {}
+'''
+
 REAL = {
     "a wrong label key": (["--label-key", "prompt"], 0, "rollout", ["same-reward"], "are messages and not answers"),
     "random weights": (["--hf-checkpoint", "{tiny}/qwen3"], 0, "training", ["gibberish"], "an even draw"),
@@ -222,6 +247,7 @@ REAL = {
     "an infinite loss": (["--plugin", "./noisy.py", "--policy-loss", "infinite"], 1, "training", ["non-finite"],
                          "is not finite"),
     "a filter that drops all": (["--plugin", "./drops.py"], 1, "rollout", ["starved"], "unliked"),
+    "a step that is left out": (["--plugin", "./forgets.py"], 0, "training", ["untrained"], "no optimizer step"),
     "an error nobody foresaw": (["--plugin", "./broken.py", "--strict-trackers"], 1, "neither", ["failed"],
                                 "nobody foresaw this"),
 }
@@ -230,12 +256,13 @@ REAL = {
 @pytest.mark.parametrize("fault", REAL)
 def test_a_real_fault_is_named(fault, tmp_path, tiny):
     words, code, side, rules, seen = REAL[fault]
-    for name, source in (("noisy", NOISY), ("drops", DROPS), ("broken", BROKEN)):
+    for name, source in (("noisy", NOISY), ("drops", DROPS), ("broken", BROKEN), ("forgets", UNTRAINED)):
         (tmp_path / f"{name}.py").write_text(source)
     run = start(tmp_path, "--num-rollout", "2", *(word.format(tiny=tiny) for word in words), code=code)
     found = examine(Record.load(run))
     assert names(found, "error") == rules, "\n".join(found.text())
     assert (found.side, found.exit_code) == (side, 1)
+    assert "told" not in names(found), "what ended the run is said once"
     worst = found.findings[0]
     assert seen in worst.seen
     name, _, number = worst.where.rpartition(":")
@@ -320,6 +347,20 @@ def lost(run):
     run.adds(*[{"event": "engine_lost", "engine": "engine 1", "why": "its process ended with code -9"}] * 3)
 
 
+def unstepped(run, **options):
+    """Plugin forgets is around the step, and no rollout has one."""
+    run.plan(**options)
+    file = run.path / "plan.json"
+    plan = json.loads(file.read_text())
+    file.write_text(json.dumps(plan | {"order": {**plan["order"], "train_step": ["forgets"]}}))
+
+    def forget(events):
+        for event in events:
+            if event["event"] == "metrics":
+                event["metrics"] = {name: value for name, value in event["metrics"].items() if "train/" not in name}
+    run.events(forget)
+
+
 SCHEDULER = ("[2026-11-06 01:16:21 TP0] Scheduler hit an exception: Traceback (most recent call last):",
              '  File "/opt/sglang/srt/managers/scheduler.py", line 2857, in run_scheduler_process')
 INDUCTOR = (
@@ -378,6 +419,7 @@ SICK: dict[str, list[tuple[str, str, Callable[[Patient], object], str]]] = {
                       ("warning", "rollout", heartbeats(1, 31, idle_s=700.0), "for 700 s")],
     "not-loaded": [("error", "training", lambda run: (run.path / "logs" / "run.log").write_text("rollout 1/16\n"),
                     "Loaded checkpoint from")],
+    "untrained": [("error", "training", unstepped, "16 rollouts had no optimizer step")],
     "first-kl": [("note", "training", lambda run: run.metrics(train__kl_loss=2e-5), "2e-05"),
                  ("warning", "training", lambda run: run.metrics(train__ppo_kl=-0.03), "0.03"),
                  ("warning", "training", lambda run: run.metrics(
@@ -465,6 +507,11 @@ def test_replayed_routing_of_the_engine_is_no_cause_of_a_collapse(patient, optio
     experts(patient)
     patient.plan(**options)
     assert ("experts-collapse" in [one.rule for one in patient.examine().findings]) == seen
+
+
+def test_steps_of_a_critic_alone_are_meant(patient):
+    unstepped(patient, ppo__num_critic_only_steps=ROLLOUTS)
+    assert "untrained" not in names(patient.examine())
 
 
 def test_what_follows_from_a_sickness_does_not_hide_it(patient):

@@ -130,6 +130,8 @@ def test_texts_of_samples_are_in_it_only_if_asked_for(planted, tmp_path):
     assert not holders(unpack(planted, tmp_path / "without.tar.gz"))
     asked = holders(unpack(planted, tmp_path / "with.tar.gz", samples=True))
     assert "samples/rollout_000000.jsonl" in asked and all(name.startswith("samples/") for name in asked)
+    shutil.rmtree(planted / "samples")
+    assert "samples/rollout_000000.jsonl" not in unpack(planted, tmp_path / "gone.tar.gz", samples=True)
 
 
 def test_the_command_writes_it_and_says_what_is_in_it(planted, tmp_path):

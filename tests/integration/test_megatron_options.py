@@ -150,10 +150,11 @@ def test_a_closed_trainer_leaves_neither_models_nor_threads(tmp_path):
         return len(os.listdir("/proc/self/task")), models
 
     plan = planned(tmp_path, *MIXTURE)
+    for _ in range(2):  # the groups of a trainer live until the next one has its own, and the first has one fewer
+        step(plan)
+    before = left()
     step(plan)
-    first = left()
-    step(plan)
-    assert left() == first
+    assert left() == before
 
 
 @pytest.mark.parametrize(("flags", "word"), [

@@ -97,6 +97,15 @@ def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(read, tmp_path):
     assert list(read(str(write(tmp_path / "a.json", rows)))) == rows
 
 
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\r\n", b"\n  \n\n", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json"])
+def test_what_editors_put_before_the_first_row_is_passed_over(read, tmp_path, kind, begin):
+    plain = write(tmp_path / f"plain.{kind}", ROWS[:3])
+    (tmp_path / f"a.{kind}").write_bytes(begin + plain.read_bytes())
+    for most in (None, 65536):
+        assert list(read(str(tmp_path / f"a.{kind}"), most)) == list(read(str(plain), most)) == ROWS[:3]
+
+
 @pytest.mark.parametrize("text", ["q,a\nWhat is 1,000+1?,1001\n", "q,a\nx,y,\n", "q,a\nx,y\nu,v,w\n"])
 def test_a_row_of_more_cells_than_columns_is_refused_and_nothing_is_shifted(read, tmp_path, text):
     (tmp_path / "a.csv").write_text(text)
@@ -105,6 +114,19 @@ def test_a_row_of_more_cells_than_columns_is_refused_and_nothing_is_shifted(read
             list(read(str(tmp_path / "a.csv"), most))
     (tmp_path / "b.tsv").write_text('q\ta\n"1\t000"\t1,001\n')
     assert list(read(str(tmp_path / "b.tsv"))) == [{"q": "1\t000", "a": "1,001"}]
+
+
+def test_two_columns_of_one_name_are_refused_and_unnamed_ones_are_not(read, tmp_path):
+    """The table would have the first of them, and a stream the last."""
+    (tmp_path / "a.csv").write_text("q,a,a\nx,1,2\n")
+    for most in (None, 65536):
+        with pytest.raises(DataError) as caught:
+            list(read(str(tmp_path / "a.csv"), most))
+        assert (caught.value.code, caught.value.got) == ("data-column-twice", "a")
+    (tmp_path / "b.csv").write_text(",q,a,,\n0,x,1,,\n")  # the first is what pandas writes of its index
+    for most in (None, 65536):
+        assert list(read(str(tmp_path / "b.csv"), most)) == [
+            {"Unnamed: 0": "0", "q": "x", "a": "1", "Unnamed: 3": "", "Unnamed: 4": ""}]
 
 
 def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_path):

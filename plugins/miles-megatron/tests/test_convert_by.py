@@ -42,7 +42,7 @@ def offered(monkeypatch, tmp_path):
     options = {"bits": Option("rounding", "bits", "int", 8, "How many."),
                "keep": Option("rounding", "keep", "bool", False, "Whether.")}
     manifest = Manifest("rounding", f"{__name__}:Rounding", "Rounds weights.",
-                        offers=(Offer("convert", "hf-to-round", "to_round"),), options=options)
+                        offers=(Offer("convert", "hf-to-round", "to_round", "Round weights."),), options=options)
     one = Selected(manifest, "a test", "1", "test")
     monkeypatch.setattr(convert_by, "offered", lambda: {"hf-to-round": "rounding"})
     monkeypatch.setattr(convert_by.select, "select", lambda named, already: [one])
@@ -63,8 +63,8 @@ def test_the_plugins_options_are_flags_and_reach_it_typed(offered, tmp_path):
 
 
 def test_the_help_lists_it_beside_the_core_s_own(offered):
-    text = call("--help").output
-    assert "hf-to-dist" in text and "hf-to-round" in text and "Rounds weights" in text
+    text = " ".join(call("--help").output.split())
+    assert "hf-to-dist" in text and "hf-to-round Round weights. (plugin rounding)" in text
     assert "--bits" in call("hf-to-round", "--help").output
 
 

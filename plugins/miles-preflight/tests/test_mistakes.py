@@ -94,6 +94,7 @@ def test_a_checkpoints_tracker_names_what_is_there():
 @pytest.mark.parametrize(("line", "words"), [
     ("n_samples = 0", "a whole number from 1 on"), ('n_samples = "4"', "a whole number from 1 on"),
     ("top_k = 0", "a whole number from 1 on"), ('temperature = "0.6"', "is a number"), ("label_key = 1", "is a text"),
+    ("temperature = inf", "is a number"), ("temperature = -0.5", "is a number"), ("top_p = nan", "is a number"),
     ("top_k = -1", None), ("temperature = 0", None), ("max_response_len = 16", None),
 ])
 def test_values_of_an_eval_data_set_are_of_their_kind(tmp_path, line, words):

@@ -220,6 +220,8 @@ def test_the_pace_and_the_time_of_several_starts():
     assert (history.pace, history.before, history.done) == (10.0, 0.0, 3)
     history.take({"event": "run_start", "rollout_id": None, "time": 1000.0, "resumed_from": 2})
     assert (history.pace, history.before, history.done) == (None, 30.0, 2)
+    history.take({"event": "metrics", "rollout_id": 2, "time": 400.0, "metrics": {}})
+    assert history.pace is None, "the clock was set back"
 
 
 def test_an_evaluation_of_the_weights_it_resumed_from_counts_until_it_is_done_again(tmp_path):
@@ -240,6 +242,15 @@ def test_an_evaluation_of_the_weights_it_resumed_from_counts_until_it_is_done_ag
     assert evals() == {"eval/a": [0.5]} and follower.lineage != before
     log.eval(3, {"eval/b": 0.6})
     assert evals() == {"eval/a": [0.5], "eval/b": [0.6]}
+
+
+def test_any_name_of_a_metric_is_shown(tmp_path):
+    history = History()
+    names = ["perf/hooks/a", "perf/hooks/a/b/c", "perf/hook_calls/a/b/c", "perf/", "eval/", "/", ""]
+    history.take({"event": "metrics", "time": 1, "rollout_id": 0, "metrics": dict.fromkeys(names, 2.0)})
+    data = document(RunDirectory(tmp_path), history, LIMITS, "running")
+    assert {*data["curves"]} == {*names}
+    assert {(row["plugin"], row["hook"], row["calls"]) for row in data["hooks"]} == {("a", "", 0), ("a", "b/c", 2)}
 
 
 def test_sample_files_come_in_order_whatever_their_datasets_are_called(tmp_path):

@@ -163,7 +163,7 @@ def test_the_command(run, tmp_path):
     result = CliRunner().invoke(report, [str(tmp_path / "none")])
     assert isinstance(result.exception, RunDirectoryError) and "--run-dir" in str(result.exception)
     blocked = CliRunner().invoke(report, [str(run), "-o", str(run / "plan.txt" / "x.html")])
-    assert isinstance(blocked.exception, RunDirectoryError)
+    assert isinstance(blocked.exception, RunDirectoryError) and "-o FILE" in blocked.exception.fix
 
 
 def test_the_command_is_light_to_import():

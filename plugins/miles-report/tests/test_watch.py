@@ -227,6 +227,17 @@ def test_refusals(tmp_path):
         Server(Watched(tmp_path), host="no-such-host.invalid")
 
 
+def test_a_record_that_cannot_be_read_ends_the_command_with_a_sentence(tmp_path):
+    from click.testing import CliRunner
+    from miles_report.commands.watch import watch
+
+    (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "run", tmp_path / "loop"):
+        error = CliRunner().invoke(watch, [str(path)]).exception
+        assert isinstance(error, RunDirectoryError) and error.code == "file-unreadable" and str(path) in error.who
+
+
 def test_another_host_has_to_be_asked_for_and_may_be_named_by_its_address(run):
     with serving(run) as ask:
         assert ask.server.loopback

@@ -42,3 +42,9 @@ def test_code_of_the_command_line_finds_modules_of_the_folder(tmp_path):
     (tmp_path / "near.py").write_text("VALUE = 3\n")
     done = forked.python(["-c", "import sys, near; print(near.VALUE, sys.argv)", "more"], tmp_path)
     assert (done.code, done.out) == (0, "3 ['-c', 'more']\n")
+
+
+def test_nothing_lies_about_while_one_runs(tmp_path):
+    seen = []
+    done = forked.miles(["--version"], tmp_path, while_running=lambda process: seen.append([*tmp_path.iterdir()]))
+    assert (done.code, done.err, seen) == (0, "", [[]]) and done.out.strip()

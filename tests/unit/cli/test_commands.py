@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
+import os
 import re
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.cli import COMMANDS, cli
 from miles_core.config.tables import TABLES
@@ -202,3 +205,26 @@ def test_the_exit_codes_of_a_diff(call, tmp_path):
     assert (code, err) == (1, "") and "first difference: weights w" in out
     code, out, err = call("diff", "a", "nowhere")
     assert (code, out) == (2, "") and "[not-a-run-directory]" in err
+
+
+def onto(path: str) -> None:
+    """Let the standard output of this process be a file."""
+    os.dup2(os.open(path, os.O_WRONLY), 1)
+
+
+@pytest.mark.parametrize("words", [["--version"], ["run", "--help"], ["run", *GOOD, "--plan"], ["plugins", "list"]])
+def test_an_output_on_a_full_disk_is_one_sentence(tmp_path, words):
+    done = miles(words, tmp_path, before=functools.partial(onto, "/dev/full"))
+    assert done.code == 1 and "No space left" in done.err and len(done.err.splitlines()) == 1
+
+
+def test_a_name_that_no_encoding_has_is_printed(tmp_path):
+    from miles_core.record.console import Console
+    from miles_core.record.directory import RunDirectory
+    from miles_core.record.journal import Journal
+
+    for name in ("a", "b"):
+        with RunDirectory(tmp_path / name) as directory:
+            Journal(directory, Console()).events.metrics(0, {f"{name}/\ud800": 1.0})
+    done = miles(["diff", "a", "b"], tmp_path)
+    assert (done.code, done.err) == (1, "") and "metrics a/?" in done.out

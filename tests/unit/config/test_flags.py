@@ -112,6 +112,15 @@ def test_what_is_wrong_says_what_to_write(argv, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["inf", "-Infinity", "nan", "1e999"])
+@pytest.mark.parametrize("flag", ["--kl-loss-coef", "--min-lr", "--rm-weights", "--eval-temperature", "--adam-eps",
+                                  "--moe-aux-loss-coeff", "--sglang-mem-fraction-static"])
+def test_a_number_is_finite(flag, value):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [flag, value])
+    assert (caught.value.code, caught.value.who) == ("option-wrong-type", flag) and value in str(caught.value.got)
+
+
 @pytest.mark.parametrize(("table", "key", "message"), [
     ("rollout", "rollout_batchsize", "did you mean 'rollout_batch_size'"),
     ("rollout", "lr", "it belongs in [optimizer]"), ("rollout", "n", "write --n-samples-per-prompt"),

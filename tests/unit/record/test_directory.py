@@ -99,6 +99,9 @@ def test_a_file_in_the_way_is_explained(tmp_path):
         RunDirectory(tmp_path / "file").acquire()
     with pytest.raises(RunDirectoryError, match="a file exists"):
         RunDirectory(tmp_path / "file" / "below").acquire()
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(RunDirectoryError, match=r"dead link.*\[run-directory-unwritable\]"):
+        RunDirectory(tmp_path / "link").acquire()
 
 
 @pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "cannot be written")])

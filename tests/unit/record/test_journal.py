@@ -47,3 +47,12 @@ def test_a_write_of_a_tracker_that_took_place_ends_the_run(tmp_path):
 
     with pytest.raises(ColumnError):
         reported(tmp_path, track)
+
+
+def test_trackers_get_names_that_any_encoding_has_and_events_the_names_as_they_are(tmp_path):
+    seen, metrics = [], {"a/\ud800": 1.0, "ü": 2}
+    hooks = SimpleNamespace(metrics=lambda rollout_id, named, run_dir: seen.append(named), samples=None)
+    with RunDirectory(tmp_path).acquire() as directory:
+        Journal(directory, Console(False, io.StringIO()), hooks=hooks).rollout(Batch(0, [], 1), metrics)
+    assert seen == [{"a/\\ud800": 1.0, "ü": 2}]
+    assert [event["metrics"] for event in read(directory.events)] == [metrics]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.errors import CheckpointError, DataError
+from miles_core.errors import CheckpointError, DataError, RunDirectoryError
 from miles_core.record.replay import FLOW, load_batch, load_flow, save_batch, save_flow
 from miles_core.stages.buffer import Slot
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
@@ -178,3 +178,11 @@ def test_a_rollout_comes_back_to_the_bit(tmp_path_factory, held, version, place)
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"\[rollout-dump-unreadable\]"):
             load_batch(template, 5)
+
+
+def test_a_place_where_no_rollout_can_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "saved", tmp_path / "file" / "deep" / "saved", "/proc/none/saved"):
+        with pytest.raises(RunDirectoryError) as caught:
+            save_batch(f"{place}/{{rollout_id}}", Batch(3, [], 1))
+        assert (caught.value.code, caught.value.who) == ("run-directory-unwritable", f"{place}/3")

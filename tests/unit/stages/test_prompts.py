@@ -151,6 +151,11 @@ def test_unusable_files_are_refused_with_their_line(source, text, message):
         source(text)
 
 
+def test_a_mark_of_the_encoding_is_passed_over(source):
+    prompts = source('\ufeff{"q": "a"}\n{"q": "b"}\n')
+    assert [prompts.next().text for _ in range(2)] == ["a", "b"]
+
+
 def test_a_missing_file_and_a_bad_slice(tmp_path):
     with pytest.raises(DataError, match=r"\[prompt-file-missing\]"):
         JsonlRecords(str(tmp_path / "data/none.jsonl"))

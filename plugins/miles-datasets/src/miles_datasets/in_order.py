@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,26 @@ def header(file: str) -> list[str]:
             else, would take the first cells of all rows for an index, and shift the others.
     """
     with open(file, newline="", encoding="utf-8-sig") as lines:
-        names = next(csv.reader(lines, delimiter=DELIMITERS[Path(file).suffix.lower()]), None)
+        names = list(_table(file, lines).fieldnames or ())
     if not names:
         raise DataError("the file is empty", code="data-file-empty", who=file, fix="its first line names the columns")
     next(rows([file]), None)
     return names
+
+
+def _table(file: str, lines: Iterable[str]) -> csv.DictReader[str]:
+    """The rows of a CSV or TSV file, with the names that pandas gives its columns.
+
+    Raises:
+        DataError: two have one name; the last would be read here, and the first by pandas.
+    """
+    begun = itertools.dropwhile(lambda line: not line.strip(" \r\n"), lines)  # pandas passes over blank lines
+    table = csv.DictReader(begun, delimiter=DELIMITERS[Path(file).suffix.lower()])
+    table.fieldnames = [name or f"Unnamed: {place}" for place, name in enumerate(table.fieldnames or ())]
+    if twice := [name for name, count in Counter(table.fieldnames).items() if count > 1]:
+        raise DataError("two columns have one name", code="data-column-twice", got=", ".join(twice), who=file,
+                        fix="rename one of them")
+    return table
 
 
 def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
@@ -73,8 +89,7 @@ def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
         yield from _record_batches(file, media)
     elif kind in DELIMITERS:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            yield from ((1, partial(_cells, file, number, row))
-                        for number, row in enumerate(csv.DictReader(lines, delimiter=DELIMITERS[kind])))
+            yield from ((1, partial(_cells, file, number, row)) for number, row in enumerate(_table(file, lines)))
     else:
         with open(file, "rb") as objects:
             yield from ((1, partial(_object, file, number, line))

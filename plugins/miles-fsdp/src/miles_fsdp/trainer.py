@@ -58,6 +58,7 @@ class FsdpTrainer:
         self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
         self._batch: Batch | None = None
         self._sender: Sender | None = None
+        self._stepped = False
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -105,9 +106,14 @@ class FsdpTrainer:
         begin, around, access = time.perf_counter(), self.hooks.train_step, Access(self, index)
 
         def proceed() -> dict[str, float]:
+            self._stepped = True
             return self.train(ACTOR, access.samples, self.objective)
 
         metrics = proceed() if around is None else around(proceed, access)
+        rollout = self.config.rollout
+        last = (self.batch.rollout_id + 1, index + 1) == (rollout.num_rollout, rollout.num_steps_per_rollout)
+        if last and not self._stepped:
+            logger.warning("the actor has made no step since the start: no hook train_step called proceed()")
         seconds = time.perf_counter() - begin
         tokens = sum(sample.length for sample in access.samples)
         return metrics | {"perf/actor_train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds,

@@ -119,7 +119,7 @@ class Int4Qat:
 
     @hookimpl(name="hf-to-int4")
     def convert(self, source: Path, out: Path) -> str:
-        """Options --group-size and --targets."""
+        """A plain Hugging Face directory with its linear layers packed in INT4."""
         from miles_int4_qat.conversion import convert
 
         return convert(source, out, self._group_size, self.options.targets)

@@ -66,7 +66,7 @@ class MegatronTrainer:
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
         self.sender: Sender | None = None
-        self._starting = False
+        self._starting = self._stepped = False
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -114,6 +114,7 @@ class MegatronTrainer:
         around, access = self.hooks.train_step, Access(self, index)
 
         def proceed() -> dict[str, float]:
+            self._stepped = True
             return self.train(self.models.actor, access.samples, self.objective)
 
         with self._phase(f"step {index}"):
@@ -124,6 +125,8 @@ class MegatronTrainer:
         self.throughput.add({"perf/actor_train_time": metrics["perf/actor_train_time"]},
                             [sample.length for sample in access.samples])
         last = index + 1 == self.config.rollout.num_steps_per_rollout
+        if last and not self._stepped and self.batch.rollout_id + 1 == self.config.rollout.num_rollout:
+            logger.warning("the actor has made no step since the start: no hook train_step called proceed()")
         return metrics | self.throughput.rates() if last else metrics
 
     def _started(self) -> None:

@@ -137,7 +137,7 @@ class Mtp:
 
     @hookimpl(name="add-mtp")
     def convert(self, source: Path, out: Path) -> str:
-        """Options --num-layers, --names and --seed."""
+        """A Hugging Face directory with layers of multi-token prediction added to it."""
         from miles_mtp.fresh import add
 
         seed = self.config.optimizer.seed if self.options.seed is None else self.options.seed

@@ -11,7 +11,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 
 Note = Callable[[str], None]
-_TEXT, _WHOLE, _NUMBER, _TABLE = "a text", "a whole number from 1 on", "a number", "a table"
+_TEXT, _WHOLE, _NUMBER, _TABLE = "a text", "a whole number from 1 on", "a number from 0 on", "a table"
 OF_DATASETS = {"name": _TEXT, "path": _TEXT, "input_key": _TEXT, "label_key": _TEXT, "rm_type": _TEXT,
                "n_samples": _WHOLE, "top_k": _WHOLE, "max_response_len": _WHOLE, "temperature": _NUMBER,
                "top_p": _NUMBER, "metadata_overrides": _TABLE}
@@ -81,10 +81,10 @@ def _evaluation(config: RunConfig, note: Note) -> None:
 
 
 def _fits(key: str, value: object) -> bool:
-    kind = OF_DATASETS[key]
     whole = type(value) is int and (value > 0 or (key, value) == ("top_k", -1))
-    return {_TABLE: isinstance(value, dict), _TEXT: isinstance(value, str) and value != "",
-            _NUMBER: type(value) in (int, float), _WHOLE: whole}[kind]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return {_TABLE: isinstance(value, dict), _TEXT: value != "" and isinstance(value, str), _NUMBER: number,
+            _WHOLE: whole}[OF_DATASETS[key]]
 
 
 def _saved(config: RunConfig) -> None:

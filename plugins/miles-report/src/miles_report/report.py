@@ -26,7 +26,11 @@ def write_report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | 
     with reading(f"{run.path}/", RunDirectoryError):
         data = collect(run, limits or Limits())
         page, _ = render(f"{data['run']['name']} · Miles", data)
-    return publish(run.path / "report.html" if out is None else out, page)
+    try:
+        return publish(run.path / "report.html" if out is None else out, page)
+    except RunDirectoryError as error:  # of a run that is only read, maybe somebody else's
+        error.fix = "write it into another folder, which is there, with -o FILE"
+        raise
 
 
 def collect(run: RunDirectory, limits: Limits) -> dict[str, object]:

@@ -65,9 +65,9 @@ def _folder(name: str) -> Path:
         if (folder / RUN_FILE).is_file():
             return folder
     names = sorted(path.parent.name for path in Path("recipes").glob(f"*/{RUN_FILE}"))
-    raise ConfigError(f"there is no recipe {name!r}", code="recipe-unknown",
-                      got=f"there are {', '.join(names) or 'none'}", who="miles reproduce",
-                      fix="name one of recipes/, from the repository's root, or a folder")
+    here = f"name one of recipes/: {', '.join(names)}" if names else "change to the repository's root"
+    raise ConfigError("there is no such recipe", code="recipe-unknown", got=name, who="miles reproduce",
+                      fix=f"{here}; or give a folder with {RUN_FILE}")
 
 
 def _lock(run_file: Path) -> str:

@@ -12,10 +12,12 @@ import functools
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.reduction
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -104,27 +106,42 @@ def _own_path() -> list[str]:
 
 def _outcome(work: Callable[[], None], cwd: Path, timeout: float,
              while_running: Callable[[multiprocessing.process.BaseProcess], None] | None = None) -> Outcome:
-    out, err = cwd / f".out-{time.monotonic_ns()}", cwd / f".err-{time.monotonic_ns()}"
-    begin = time.monotonic()
-    process = context().Process(target=_main, args=(work, str(cwd), str(out), str(err)))
-    process.start()
-    if while_running is not None:
-        while_running(process)
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    printed, complained = (path.read_text(errors="replace") if path.exists() else "" for path in (out, err))
-    for path in (out, err):
-        path.unlink(missing_ok=True)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # without a name, so none is left behind
+        begin = time.monotonic()
+        process = context().Process(target=_main, args=(work, str(cwd), _Sent(out.fileno()), _Sent(err.fileno())))
+        process.start()
+        if while_running is not None:
+            while_running(process)
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        printed, complained = (os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+                               for file in (out, err))  # not read(): whoever writes on shares the place in the file
     assert process.exitcode is not None, "it was waited for"
     return Outcome(process.exitcode, printed, complained, time.monotonic() - begin)
 
 
-def _main(work: Callable[[], None], cwd: str, out: str, err: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """An open file that a process is started with, in which it is a number."""
+
+    number: int
+
+    def __reduce__(self) -> tuple[Callable[..., int], tuple[object]]:
+        return _received, (multiprocessing.reduction.DupFd(self.number),)
+
+
+def _received(file: Any) -> int:
+    number: int = file.detach()
+    return number
+
+
+def _main(work: Callable[[], None], cwd: str, out: int, err: int) -> None:
     os.chdir(cwd)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+    for number, file in ((1, out), (2, err)):
+        os.dup2(file, number)
+        os.close(file)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
     work()

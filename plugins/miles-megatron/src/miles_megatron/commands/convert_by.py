@@ -52,12 +52,19 @@ class Conversions(click.Group):
             return own
         return _command(name, plugin)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As a click group does, but each with its whole first line."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (one.help or "").partition("\n")[0]) for name, one in commands.items() if one])
+
 
 def _command(name: str, plugin: str) -> click.Command:
     one = refusal = None
     try:
         (one,) = select.select([(plugin, f"miles convert {name}")], ())
-        options, about = one.manifest.options.values(), f"{one.manifest.summary} (plugin {plugin})"
+        own = next((offer.help for offer in one.manifest.offers if (offer.hook, offer.name) == (HOOK, name)), "")
+        options, about = one.manifest.options.values(), f"{own or one.manifest.summary} (plugin {plugin})"
     except MilesError as error:  # not installed: said when it is called, and in the help
         refusal, options, about = error, (), str(error)
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+from miles_core.errors import RunDirectoryError
+from miles_core.reading import reading
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -21,9 +24,10 @@ def watch(run: Path, port: int, host: str, show: bool) -> None:
     """
     from miles_report.watch import Server, Watched
 
-    watched = Watched(run)
+    with reading(f"{run}/", RunDirectoryError):
+        watched = Watched(run)
+        status = watched.document()["run"]["status"]
     server = Server(watched, host, port)
-    status = watched.document()["run"]["status"]
     if not server.loopback:
         click.secho(f"Warning: everybody who reaches {host} can read the prompts and answers of this run.",
                     fg="yellow", err=True)

@@ -54,7 +54,8 @@ def write_bundle(run: Record, diagnosis: Diagnosis, path: str | os.PathLike[str]
             entry.size, entry.mode = len(data), 0o644
             archive.addfile(entry, io.BytesIO(data))
             names.append(name)
-    texts = "prompts and answers of two rollouts are in it" if samples else "no prompt and no answer is in it"
+    shown = sum(name.startswith("samples/") for name in names)
+    texts = f"prompts and answers of {shown} rollouts are in it" if shown else "no prompt and no answer is in it"
     return f"{len(names)} files; secrets were taken out, and {texts}. Look into it before you send it"
 
 
@@ -73,8 +74,9 @@ def _files(run: Record, diagnosis: Diagnosis, redactor: Redactor, samples: bool)
         yield f"logs/{path.name}", redactor.text(_head(path))
     if samples and run.metrics:
         for rollout_id in sorted({min(run.metrics), max(run.metrics)}):
-            lines = (json.dumps(redactor.value(sample), ensure_ascii=False) for sample in run.samples(rollout_id))
-            yield f"samples/rollout_{rollout_id:06d}.jsonl", "".join(f"{line}\n" for line in lines)
+            lines = [json.dumps(redactor.value(sample), ensure_ascii=False) for sample in run.samples(rollout_id)]
+            if lines:  # else its file is gone, or damaged
+                yield f"samples/rollout_{rollout_id:06d}.jsonl", "".join(f"{line}\n" for line in lines)
 
 
 def _versions(run: Record) -> dict[str, object]:

@@ -28,6 +28,7 @@ RULES = (
     Rule("failing-requests", "rollout", "requests are retried", engine.requests_fail),
     Rule("silent-worker", "rollout", "no heartbeat, or no group finishes", engine.silent_worker),
     Rule("not-loaded", "training", "no log contains `Loaded checkpoint from`", training.not_loaded),
+    Rule("untrained", "training", "no rollout steps the actor", training.untrained),
     Rule("first-kl", "training", "KL is not 0 at the first optimizer step", training.first_kl),
     Rule("disagreement", "both", "both sides disagree on log-probs of the same tokens", training.disagreement),
     Rule("first-gradient", "training", "the first gradient is large", training.first_gradient),

@@ -72,13 +72,21 @@ def dead_process(run: Record) -> Iterator[Finding]:
 
 def killed(run: Record) -> Iterator[Finding]:
     """It neither runs nor ended."""
-    if run.end is not None or run.holder is not None or not run.of(Kind.RUN_START):
+    if run.end is not None or run.holder is not None:
+        return
+    if not run.of(Kind.RUN_START):
+        if not any(run.directory.samples.glob("*")):  # else it did begin, and its record is lost
+            yield Finding("error", "the run began no rollout, wrote no end, and no process writes to it any more",
+                          "it was refused, or killed while it loaded models and data: kill -9, a lack of memory, a "
+                          "time limit of the cluster", "see what its command printed, logs/ and dmesg; then start it "
+                          "again", run.where(run.events[-1]) if run.events else "plan.json")
         return
     age, done, of = run.now - run.events[-1]["time"], len(run.metrics), run.of(Kind.RUN_START)[-1].get("rollouts")
     yield Finding("error", f"the run was killed: {done} of {of} rollouts are done, its last word is {age:.0f} s old, "
                   "and no process writes to it any more",
-                  "it had no time to say why: kill -9, a lack of memory, a time limit of the cluster, a machine that "
-                  "went down", f"see dmesg and the scheduler; {_go_on(run)}", run.where(run.events[-1]))
+                  "it had no time to say why: kill -9, a lack of memory, a time limit of the cluster, a terminal that "
+                  "was closed, a machine that went down", f"see dmesg and the scheduler; {_go_on(run)}",
+                  run.where(run.events[-1]))
 
 
 def interrupted(run: Record) -> Iterator[Finding]:
@@ -143,7 +151,8 @@ def told(run: Record) -> Iterator[Finding]:
     """What the run itself warned of; plugins warn so, too."""
     texts: dict[str, dict] = {}
     for event in run.of(Kind.MESSAGE):
-        if event.get("level") in ("warning", "error"):
+        own = run.end is not None and event.get("text") == run.end.get("error")  # which a rule of its own has told
+        if event.get("level") in ("warning", "error") and not own:
             texts.setdefault(str(event.get("text")), event)
     for text, event in list(texts.items())[:5]:
         yield Finding("note", f"the run warned: {text[:300]}", "the code that wrote it saw something "

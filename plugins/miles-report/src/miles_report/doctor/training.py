@@ -31,6 +31,19 @@ def not_loaded(run: Record) -> Iterator[Finding]:
                       "give --hf-checkpoint, and --load or --ref-load where the weights lie", "logs/run.log:1")
 
 
+def untrained(run: Record) -> Iterator[Finding]:
+    """Plugins stand around the actor's step, and none has ever let it happen."""
+    around = run.plan.get("order", {}).get("train_step")
+    meant = int(run.option("num_critic_only_steps") or 0)
+    stepped = any({"train/grad_norm", "train/loss"} & event["metrics"].keys() for event in run.metrics.values())
+    if around and not stepped and not run.option("debug_rollout_only") and max(run.metrics, default=-1) >= meant:
+        last_id, last = list(run.metrics.items())[-1]
+        yield Finding("error", f"{len(run.metrics)} rollouts had no optimizer step of the actor",
+                      "the weights are those that the run began with: a hook around the step that does not call "
+                      "proceed() leaves it out", f"look at train_step of {', '.join(map(str, around))}",
+                      run.where(last), last_id)
+
+
 def first_kl(run: Record) -> Iterator[Finding]:
     """Actor and reference, or old and new policy, differ before anything was learnt."""
     if run.first is None or not _starts_from_reference(run):

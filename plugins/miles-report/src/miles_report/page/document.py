@@ -195,7 +195,7 @@ def _hooks(curves: dict[str, Series]) -> list[dict[str, object]]:
     step, rows = total("perf/step_time"), []
     for name in curves:
         if name.startswith("perf/hooks/"):
-            plugin, hook = name.split("/")[2:]
+            plugin, _, hook = name.removeprefix("perf/hooks/").partition("/")
             seconds, calls = total(name), total(f"perf/hook_calls/{plugin}/{hook}")
             rows.append({"plugin": plugin, "hook": hook, "calls": int(calls), "seconds": round(seconds, 6),
                           "share": round(seconds / step, 6) if step else None})

@@ -91,8 +91,9 @@ class History:
 
     @property
     def pace(self) -> float | None:
-        """Seconds that one of the last rollouts took, None before the first of this start."""
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1) if len(self.ends) > 1 else None
+        """Seconds that one of the last rollouts took; None before this start's first, or if the clock went back."""
+        seconds = self.ends[-1] - self.ends[0] if len(self.ends) > 1 else -1.0
+        return seconds / (len(self.ends) - 1) if seconds >= 0 else None
 
     def take(self, event: dict) -> None:
         """Add one event. Kinds that are not known are passed over: plugins may write their own."""
