@@ -55,7 +55,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         CALL.reset(token)
     sample = seen(made, session.generation.samples)
     sample.metadata |= told
-    session.drawn.append(_whole(made))
+    session.drawn.append(_whole(made, session.generation.sampling.temperature))
     if not made.status.finished:  # it failed, and the sample says why
         return GenerateFnOutput(sample)
     picked: Any = sample
@@ -75,13 +75,13 @@ async def _plain(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def _whole(made: Any) -> Drawn:
+def _whole(made: Any, temperature: float) -> Drawn:
     """A conversation as one answer of the engine: its log-probs and versions are the sample's own columns."""
     from miles_core.stages.rollout import Response
 
     begin, columns = made.length - made.response_length, made.columns
     response = Response(made.tokens[begin:], columns["rollout_log_probs"], columns["versions"], "stop")
-    return Drawn(tuple(made.tokens[:begin].tolist()), response)
+    return Drawn(tuple(made.tokens[:begin].tolist()), response, temperature)
 
 
 def _agents(args: Args) -> Any:

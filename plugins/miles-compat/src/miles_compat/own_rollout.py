@@ -11,6 +11,7 @@ from miles_compat.filters import call_dynamic_filter
 from miles_compat.generators import generate_and_rm_group
 from miles_compat.loading import load_function, run
 from miles_compat.masks import MultiTurnLossMaskGenerator
+from miles_compat.paths import noted
 from miles_compat.rollout_types import GenerateState, RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_compat.sample import Sample
 
@@ -92,6 +93,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **named: object) -> 
 
 async def hooked(function: Callable[..., Any], args: Any, sample: Any, **named: object) -> Any:
     """What one of them makes of a sample; nothing leaves it as it is."""
+    function = noted(function)
     known = inspect.signature(function).parameters
     every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
     answer = function(args, sample, **{name: value for name, value in named.items() if every or name in known})

@@ -14,8 +14,10 @@ import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from miles_compat.filters import flat
 from miles_compat.generation import drawn, reward_of
 from miles_compat.loading import LOOP
 from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
@@ -122,7 +124,8 @@ class Schedule:
         self._args, self._places, self._log = args, places, log
         self.source = source(args)
         self._function = _made(function, args, self.source)
-        self._ready: deque[Callable[[Prompt], list[Sample]]] = deque()
+        self._ready: deque[tuple[int, Callable[[Prompt], list[Sample]]]] = deque()
+        self._kept: list[Drawn] = []
         self._under_way: tuple[Together, asyncio.Task[None]] | None = None
 
     async def group(self, place: Prompt, generation: Generation) -> list[Sample]:
@@ -131,11 +134,10 @@ class Schedule:
         Raises:
             HookError: its answer is no list of groups of samples.
         """
-        while not self._ready:
+        while not self._fresh(generation.engine.version):
             if self._under_way is None:
-                number = place.uid // self._places.batch
-                session = self._opened(number, generation)
-                self._under_way = session, asyncio.ensure_future(self._rollout(number, session))
+                session = self._opened(place.uid // self._places.batch, generation)
+                self._under_way = session, asyncio.ensure_future(self._rollout(place, session))
             session, call = under_way = self._under_way
             session.waiting.append(generation)
             try:
@@ -147,7 +149,15 @@ class Schedule:
                 if self._under_way is under_way and (call.done() or not session.waiting):
                     self._under_way = None
         self._places.filled(place)
-        return self._ready.popleft()(place)
+        return self._ready.popleft()[1](place)
+
+    def _fresh(self, version: int) -> bool:
+        """Whether a group is ready. What a rollout left over is used within --max-lag, else dropped and counted."""
+        waiting = len(self._ready)
+        self._ready = deque(one for one in self._ready if one[0] >= version - self._args.max_lag)
+        if waiting > len(self._ready):
+            self._log("surplus_groups", waiting - len(self._ready))
+        return bool(self._ready)
 
     def _opened(self, rollout_id: int, generation: Generation) -> Together:
         asked: Counter[bytes] = Counter()
@@ -159,16 +169,23 @@ class Schedule:
             where = rollout_id, int.from_bytes(digest, "little"), asked[digest]
             return f"rollout-{rollout_id}-{digest.hex()}-{asked[digest]}", rng.key(seed, "train/function", *where)
 
-        return Together(self._args, generation, name)
+        session = Together(self._args, generation, name)
+        session.drawn += self._kept
+        return session
 
-    async def _rollout(self, rollout_id: int, session: Together) -> None:
-        self._places.begin(rollout_id)
+    async def _rollout(self, place: Prompt, session: Together) -> None:
+        args, engine, number = self._args, session.generation.engine, place.uid // self._places.batch
+        self._places.begin(number)
+        if not args.debug_rollout_only:  # dropped groups use up places, so these run ahead of the rollouts
+            number = min(number, max(engine.version - 1, 0) + args.max_lag)
         token = CURRENT.set(session)
         try:
-            given = RolloutFnTrainInput(rollout_id, getattr(session.generation.engine, "version", None))
-            answer = await called(self._function, self._args, given, self.source)
+            given = RolloutFnTrainInput(number, engine.version)
+            answer = await called(self._function, args, given, self.source)
         finally:
             CURRENT.reset(token)
+        self._kept = [answer for group in getattr(self.source, "buffer", ()) for one in flat(group)
+                      for answer in _answers(one, session.drawn)]
         groups = getattr(answer, "samples", answer)
         for name, value in (getattr(answer, "metrics", None) or {}).items():
             with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
@@ -177,7 +194,7 @@ class Schedule:
             raise HookError("the function should return groups of samples", code="rollout-function-return",
                             got=repr(groups)[:100], who=WHO,
                             fix="a list with a list of samples for each prompt, rollout_batch_size of them")
-        self._ready.extend(_taker(group, self.source, session) for group in groups)
+        self._ready.extend((engine.version, _taker(group, self.source, session)) for group in groups)
 
 
 def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:
@@ -272,7 +289,8 @@ class Evaluations:
         rows = slice(prompt.uid * generation.samples, (prompt.uid + 1) * generation.samples)
         samples, rewards = (data[name].get(word) or () for word in ("samples", "rewards"))
         found = [_judged(one, prompt, index, self._args) for index, one in enumerate(samples[rows])]
-        found = found or [_scored(value, prompt, index) for index, value in enumerate(rewards[rows])]
+        found = found or [_scored(reward_of(SimpleNamespace(reward=value), self._args), prompt, index)
+                          for index, value in enumerate(rewards[rows])]
         if len(found) != generation.samples:
             raise HookError(f"the function gave prompt {prompt.uid} of {name} {len(found)} of {generation.samples} "
                             "samples", who=EVAL, fix="return all of a dataset's in its order, or nothing of it",
@@ -298,7 +316,7 @@ class Evaluations:
             with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
                 self._log(word.removeprefix("eval/"), float(value))
         data = getattr(answer, "data", answer)
-        if not isinstance(data, Mapping):
+        if not isinstance(data, Mapping) or not all(isinstance(one, Mapping) for one in data.values()):
             raise HookError("the function should return figures by dataset", code="eval-function-return",
                             got=repr(data)[:100], who=EVAL,
                             fix='a dict of NAME -> {"rewards": [...], "truncated": [...], "samples": [...]}')
@@ -319,13 +337,12 @@ def _judged(one: Any, prompt: Prompt, index: int, args: Args) -> Sample:
     return sample
 
 
-def _scored(reward: object, prompt: Prompt, index: int) -> Sample:
+def _scored(reward: float | None, prompt: Prompt, index: int) -> Sample:
     """A sample of which only the reward is known."""
     import numpy as np
 
     columns = {"tokens": np.array(prompt.token_ids, np.int32), **_columns(0)}
-    value = None if reward is None else float(reward)  # type: ignore[arg-type]
-    return Sample(prompt, index, columns, status=Status.COMPLETED, reward=value)
+    return Sample(prompt, index, columns, status=Status.COMPLETED, reward=reward)
 
 
 def _columns(size: int) -> dict[str, Any]:
