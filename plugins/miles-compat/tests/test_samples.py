@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from miles_compat.agents import _answers as session_answers
 from miles_compat.generation import drawn
+from miles_compat.own_rollout import hooked
 from miles_compat.paths import noted, ready
 from miles_compat.rollout import converted, kept, marked, post_processed, rollout_data
 from miles_compat.sample import asked, lent
@@ -20,7 +22,7 @@ from miles_megatron.testing.ranks import batches
 from miles_core.config.tables import Algorithm
 from miles_core.errors import HookError
 from miles_core.stages.rollout import Response, SamplingParams
-from miles_core.types import Prompt, Status
+from miles_core.types import Prompt, Sample, Status
 
 PROMPT = Prompt(0, 0, "", (1, 2))
 SESSION = SimpleNamespace(
@@ -206,6 +208,27 @@ def test_a_host_without_an_address_is_said_to_be_one():
     with pytest.raises(HookError) as raised:
         asyncio.run(noted(asks)(None, None, None))
     assert raised.value.code == "engine-address-unknown" and "asks" in str(raised.value)
+
+
+def test_of_an_agents_session_only_what_was_drawn_can_be_trained_on():
+    """A postprocessor may take tokens of the model out; those of the user cannot be put in."""
+    columns = {"tokens": np.array([1, 2, 7, 8, 3, 9]), "loss_mask": np.array([1, 1, 0, 1], np.uint8),
+               "rollout_log_probs": np.array([-1, -2, 0, -3], np.float32), "versions": np.full(4, 5)}
+    answers = session_answers(Sample(PROMPT, 0, columns, 4), 1.0)
+    found = drawn(made([1, 2, 7, 8, 3, 9], 4, [0, 1, 0, 1]), PROMPT, 0, answers, SESSION)
+    assert found.columns["rollout_log_probs"].tolist() == [0, -2, 0, -3]
+    assert found.columns["versions"].tolist() == [5] * 4
+    with pytest.raises(HookError) as raised:
+        drawn(made([1, 2, 7, 8, 3, 9], 4), PROMPT, 0, answers, SESSION)
+    assert raised.value.code == "generate-function-trains-prompt"
+
+
+def test_a_sample_hook_gives_the_sample_or_nothing():
+    sample = made([1], 0)
+    assert asyncio.run(hooked(lambda args, sample: None, None, sample)) is sample
+    with pytest.raises(HookError) as raised:
+        asyncio.run(hooked(lambda args, sample: {}, None, sample))
+    assert raised.value.code == "sample-hook-return"
 
 
 def test_of_a_class_there_is_one_object():

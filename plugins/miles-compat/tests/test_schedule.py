@@ -144,13 +144,14 @@ def test_a_reward_may_be_a_dict():
 
 
 def test_an_eval_function_is_called_once_for_each_evaluation():
-    """What it says nothing of is left to the run; too few answers are an error."""
+    """What it says nothing of is left to the run; too few answers are an error, and too many with the next one."""
     calls: list[int] = []
     logged: dict[str, float] = {}
+    given = [0.0, 1.0]
 
     def evaluate(args, rollout_id, data_buffer, evaluation):
         calls.append(rollout_id)
-        return SimpleNamespace(data={"mine": {"rewards": [0.0, 1.0, 0.5]}}, metrics={"eval/time": 3, "word": "no"})
+        return SimpleNamespace(data={"mine": {"rewards": [*given]}}, metrics={"eval/time": 3, "word": "no"})
 
     async def evaluation():
         evaluations = Evaluations(evaluate, SimpleNamespace(rollout_seed=0, rollout_max_context_len=8),
@@ -164,7 +165,11 @@ def test_an_eval_function_is_called_once_for_each_evaluation():
             assert await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/other"), generation) is None
         with pytest.raises(HookError):
             await evaluations.group(Prompt(9, 9, "", (1,), stream="eval/mine"), generation)
+        given.append(0.5)
+        await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/mine"), generation)
+        with pytest.raises(HookError):
+            await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/mine"), generation)
         return rewards
 
     assert asyncio.run(evaluation()) == [0.0, 1.0, 0.0, 1.0]
-    assert calls == [4, 4] and logged == {"time": 3.0}
+    assert calls == [4, 4, 4] and logged == {"time": 3.0}

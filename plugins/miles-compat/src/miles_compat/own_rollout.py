@@ -14,6 +14,7 @@ from miles_compat.masks import MultiTurnLossMaskGenerator
 from miles_compat.paths import noted
 from miles_compat.rollout_types import GenerateState, RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_compat.sample import Sample
+from miles_core.errors import HookError
 
 
 def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
@@ -98,4 +99,7 @@ async def hooked(function: Callable[..., Any], args: Any, sample: Any, **named: 
     every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
     answer = function(args, sample, **{name: value for name, value in named.items() if every or name in known})
     answer = await answer if inspect.isawaitable(answer) else answer
+    if answer is not None and not hasattr(answer, "response_length"):
+        raise HookError("the function should return the sample, or nothing", code="sample-hook-return",
+                        got=repr(answer)[:100], who="rollout_sample_hook_path", fix="return sample")
     return sample if answer is None else answer

@@ -170,25 +170,27 @@ def noted(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(call):
         @functools.wraps(function)
         async def waiting(*given: Any, **named: Any) -> Any:
-            with _located(function):
+            with located(function):
                 return await function(*given, **named)
         return waiting
 
     @functools.wraps(function)
     def plain(*given: Any, **named: Any) -> Any:
-        with _located(function):
+        with located(function):
             return function(*given, **named)
     return plain
 
 
 @contextmanager
-def _located(function: Callable[..., Any]) -> Iterator[None]:
+def located(function: Callable[..., Any]) -> Iterator[None]:
+    """For the time of a call: what `noted` says of one."""
     try:
         yield
     except Exception as error:
         module = inspect.getmodule(function)
-        lines = [frame for frame in traceback.extract_tb(error.__traceback__)
-                 if module is not None and frame.filename == getattr(module, "__file__", None)]
+        own = getattr(module, "__file__", None)
+        own = None if module is None or module.__name__.startswith("miles_compat.") else own
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
         note = f"in {lines[-1].filename}:{lines[-1].lineno} {lines[-1].name}" if lines else ""
         if isinstance(_first(error), socket.gaierror):
             raise HookError("a function asked a host that has no address", code="engine-address-unknown", who=note,

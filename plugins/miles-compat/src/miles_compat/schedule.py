@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from miles_compat.filters import flat
 from miles_compat.generation import drawn, reward_of
 from miles_compat.loading import LOOP
+from miles_compat.paths import located, noted
 from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles_compat.session import CURRENT, Drawn, Session
 from miles_core import rng
@@ -252,8 +253,9 @@ def _made(function: Callable[..., Any], args: Args, source: object) -> Callable[
     """The function, or the object that a class of rollout functions makes."""
     if inspect.isclass(function):
         kind: Any = function
-        made: Callable[..., Any] = kind(RolloutFnConstructorInput(args, source))
-        return made
+        with located(kind):
+            made: Callable[..., Any] = kind(RolloutFnConstructorInput(args, source))
+        return noted(made)
     return function
 
 
@@ -268,6 +270,7 @@ class Evaluations:
         self._args, self._log = args, log
         self._function = _made(function, args, None)
         self._served: set[tuple[str, int]] = set()
+        self._used: dict[str, int] = {}
         self._call: asyncio.Task[Mapping[str, Any]] | None = None
         self._count = 0
 
@@ -279,6 +282,7 @@ class Evaluations:
         """
         key = prompt.stream, prompt.uid
         if self._call is None or key in self._served:
+            self._check_used()
             self._served = set()
             self._call = asyncio.ensure_future(self._evaluation(generation))
         self._served.add(key)
@@ -295,7 +299,19 @@ class Evaluations:
             raise HookError(f"the function gave prompt {prompt.uid} of {name} {len(found)} of {generation.samples} "
                             "samples", who=EVAL, fix="return all of a dataset's in its order, or nothing of it",
                             code="eval-function-sample-count")
+        self._used[name] = max(self._used.get(name, 0), rows.stop)
         return found
+
+    def _check_used(self) -> None:
+        """Whether the evaluation before this one took all that the function gave: they are matched by their order."""
+        if self._call is None:
+            return
+        for name, data in self._call.result().items():
+            given = len(data.get("samples") or data.get("rewards") or ())
+            if given > self._used.get(name, given):
+                raise HookError(f"the function gave {name} more samples than it has", who=EVAL, got=given,
+                                fix=f"return {self._used[name]}, --n-samples-per-eval-prompt of each prompt",
+                                code="eval-function-sample-count")
 
     async def _evaluation(self, generation: Generation) -> Mapping[str, Any]:
         asked: Counter[str] = Counter()
