@@ -126,6 +126,7 @@ class Schedule:
         self.source = source(args)
         self._function = _made(function, args, self.source)
         self._ready: deque[tuple[int, Callable[[Prompt], list[Sample]]]] = deque()
+        self._waiting: list[int] = []
         self._kept: list[Drawn] = []
         self._under_way: tuple[Together, asyncio.Task[None]] | None = None
 
@@ -135,30 +136,47 @@ class Schedule:
         Raises:
             HookError: its answer is no list of groups of samples.
         """
-        while not self._fresh(generation.engine.version):
-            if self._under_way is None:
-                session = self._opened(place.uid // self._places.batch, generation)
-                self._under_way = session, asyncio.ensure_future(self._rollout(place, session))
-            session, call = under_way = self._under_way
-            session.waiting.append(generation)
-            try:
-                await asyncio.shield(call)
-            finally:
-                session.waiting.remove(generation)
-                if not session.waiting and not call.done():
-                    call.cancel()
-                if self._under_way is under_way and (call.done() or not session.waiting):
-                    self._under_way = None
+        version = generation.engine.version
+        self._waiting.append(version)
+        try:
+            while (take := self._next(version)) is None:
+                await self._call(place, generation)
+        finally:
+            self._waiting.remove(version)
         self._places.filled(place)
-        return self._ready.popleft()[1](place)
+        return take(place)
 
-    def _fresh(self, version: int) -> bool:
-        """Whether a group is ready. What a rollout left over is used within --max-lag, else dropped and counted."""
-        waiting = len(self._ready)
-        self._ready = deque(one for one in self._ready if one[0] >= version - self._args.max_lag)
-        if waiting > len(self._ready):
-            self._log("surplus_groups", waiting - len(self._ready))
-        return bool(self._ready)
+    async def _call(self, place: Prompt, generation: Generation) -> None:
+        """Wait for the call that is under way, or for a new one."""
+        if self._under_way is None:
+            session = self._opened(place.uid // self._places.batch, generation)
+            self._under_way = session, asyncio.ensure_future(self._rollout(place, session))
+        session, call = under_way = self._under_way
+        session.waiting.append(generation)
+        try:
+            await asyncio.shield(call)
+        finally:
+            session.waiting.remove(generation)
+            if not session.waiting and not call.done():
+                call.cancel()
+            if self._under_way is under_way and (call.done() or not session.waiting):
+                self._under_way = None
+
+    def _next(self, version: int) -> Callable[[Prompt], list[Sample]] | None:
+        """A group of a call that began with the weights that a slot began with, or newer ones.
+
+        What a call left over is dropped and counted once no slot of its age waits: a younger one may hold its group for
+        --max-lag rollouts more.
+        """
+        ready, oldest = len(self._ready), min(self._waiting)
+        self._ready = deque(one for one in self._ready if one[0] >= oldest)
+        if ready > len(self._ready):
+            self._log("surplus_groups", ready - len(self._ready))
+        found = next((one for one in self._ready if one[0] >= version), None)
+        if found is None:
+            return None
+        self._ready.remove(found)
+        return found[1]
 
     def _opened(self, rollout_id: int, generation: Generation) -> Together:
         asked: Counter[bytes] = Counter()
@@ -175,13 +193,13 @@ class Schedule:
         return session
 
     async def _rollout(self, place: Prompt, session: Together) -> None:
-        args, engine, number = self._args, session.generation.engine, place.uid // self._places.batch
+        args, version, number = self._args, session.generation.engine.version, place.uid // self._places.batch
         self._places.begin(number)
         if not args.debug_rollout_only:  # dropped groups use up places, so these run ahead of the rollouts
-            number = min(number, max(engine.version - 1, 0) + args.max_lag)
+            number = min(number, max(version - 1, 0) + args.max_lag)
         token = CURRENT.set(session)
         try:
-            given = RolloutFnTrainInput(number, engine.version)
+            given = RolloutFnTrainInput(number, version)
             answer = await called(self._function, args, given, self.source)
         finally:
             CURRENT.reset(token)
@@ -195,7 +213,7 @@ class Schedule:
             raise HookError("the function should return groups of samples", code="rollout-function-return",
                             got=repr(groups)[:100], who=WHO,
                             fix="a list with a list of samples for each prompt, rollout_batch_size of them")
-        self._ready.extend((engine.version, _taker(group, self.source, session)) for group in groups)
+        self._ready.extend((version, _taker(group, self.source, session)) for group in groups)
 
 
 def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:
