@@ -84,7 +84,7 @@ def test_tokens_of_another_temperature_are_not_trained_on():
     ({"loss_mask": [-1]}, "generate-function-parts"), ({"loss_mask": ["1"]}, "generate-function-parts"),
     ({"loss_mask": [1, 1]}, "generate-function-parts"), ({"loss_mask": [[1]]}, "generate-function-parts"),
     ({"response_length": 3}, "generate-function-parts"), ({"response_length": 0.5}, "generate-function-parts"),
-    ({"tokens": [1, 2, 16], "loss_mask": [0]}, "generate-function-parts"),
+    ({"tokens": [1, 2, 16], "loss_mask": [0]}, "generate-function-vocabulary"),
     ({"tokens": [1, 2, 2**40], "loss_mask": [0]}, "generate-function-parts"),
     ({"tokens": None}, "generate-function-parts"), ({"status": "done"}, "generate-function-left-pending"),
     ({"reward": "good"}, "generate-function-reward"), ({"reward": np.zeros(2)}, "generate-function-reward"),

@@ -143,7 +143,7 @@ def _parts(one: Any, name: str, vocabulary: int | None, *, prompt: int) -> tuple
                         fix="tokens are the prompt's and the response's ids; loss_mask has a 0 or a 1 for each "
                         "response token")
     if not known:
-        raise HookError(f"{name} has token ids outside the vocabulary", code="generate-function-parts", who=WHO,
+        raise HookError(f"{name} has token ids outside the vocabulary", code="generate-function-vocabulary", who=WHO,
                         got=f"{tokens.min()} to {tokens.max()}, of {vocabulary}",
                         fix="tokenise observations with the checkpoint's tokenizer, args.tokenizer")
     return tokens, cast("np.ndarray", mask)

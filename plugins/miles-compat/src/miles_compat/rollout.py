@@ -11,7 +11,7 @@ import torch
 from miles_grpo.advantage import group_relative
 
 from miles_compat.paths import arguments
-from miles_compat.sample import groups_lent, lent, narrowed, number_of
+from miles_compat.sample import groups_lent, lent, mask_of, narrowed, number_of
 from miles_core.columns import CORE, Align
 from miles_core.errors import HookError
 from miles_core.kl import approximate_kl
@@ -77,8 +77,12 @@ def converted(function: Callable[..., Any], args: Args, groups: list[Group]) -> 
                             code="convert-function-changes-tokens",
                             fix="what is sampled is what is trained on: change them in a generate function")
         if "loss_masks" in data:
-            mask = narrowed(sample, data["loss_masks"][place], who, "convert-function-mask-length")
-            sample.columns["loss_mask"] = mask
+            mask = data["loss_masks"][place]
+            if mask_of(mask, sample.response_length) is None:
+                raise HookError(f"the function gives {sample.name} a loss mask that does not fit its response", who=who,
+                                got=f"{repr(mask)[:80]} for {sample.response_length} tokens",
+                                fix="a 0 or a 1 for each response token", code="convert-function-mask-length")
+            sample.columns["loss_mask"] = narrowed(sample, mask, who)
         if "raw_reward" in data:
             sample.metadata["raw_reward"] = number_of(data["raw_reward"][place], sample, who)
         if "rewards" in data:

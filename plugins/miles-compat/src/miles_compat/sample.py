@@ -295,7 +295,7 @@ def _take(sample: types.Sample, one: Sample, changed: Sequence[str], who: str) -
         sample.columns["loss_mask"] = narrowed(sample, one.loss_mask, who)
 
 
-def number_of(value: Any, sample: types.Sample, who: str, code: str = "function-reward") -> float:
+def number_of(value: Any, sample: types.Sample, who: str) -> float:
     """A reward that a function gave.
 
     Raises:
@@ -305,10 +305,10 @@ def number_of(value: Any, sample: types.Sample, who: str, code: str = "function-
         if math.isfinite(number := float(value)):
             return number
     raise HookError(f"the function gives {sample.name} a reward that is no finite number", got=repr(value)[:100],
-                    who=who, fix="give each sample a float", code=code)
+                    who=who, fix="give each sample a float", code="function-reward")
 
 
-def narrowed(sample: types.Sample, values: Any, who: str, code: str = "function-loss-mask") -> np.ndarray:
+def narrowed(sample: types.Sample, values: Any, who: str) -> np.ndarray:
     """A loss mask that trains on some of the tokens that were trained on.
 
     Raises:
@@ -316,7 +316,7 @@ def narrowed(sample: types.Sample, values: Any, who: str, code: str = "function-
     """
     mask, before = mask_of(values, sample.response_length), sample.columns["loss_mask"]
     if mask is None:
-        raise HookError(f"the loss mask of {sample.name} does not fit its response", code=code, who=who,
+        raise HookError(f"the loss mask of {sample.name} does not fit its response", code="function-loss-mask", who=who,
                         got=f"{repr(values)[:80]} for {sample.response_length} tokens",
                         fix="a 0 or a 1 for each response token")
     if (mask > before).any():

@@ -329,7 +329,7 @@ class Evaluations:
             if given > self._used.get(name, given):
                 raise HookError(f"the function gave {name} more samples than it has", who=EVAL, got=given,
                                 fix=f"return {self._used[name]}, --n-samples-per-eval-prompt of each prompt",
-                                code="eval-function-sample-count")
+                                code="eval-function-surplus")
 
     async def _evaluation(self, generation: Generation) -> Mapping[str, Any]:
         asked: Counter[str] = Counter()
