@@ -153,7 +153,7 @@ def _count(values: Any) -> object:
     return len(values) if hasattr(values, "__len__") else values
 
 
-def _status(value: object) -> Status | None:
+def _status(value: Any) -> Status | None:
     try:
         return Status(getattr(value, "value", value))
     except ValueError:

@@ -155,7 +155,8 @@ def arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
 @functools.cache
 def ready(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function as it is; of a class the one object that is called in its place."""
-    return noted(function()) if inspect.isclass(function) else function
+    kind: Any = function
+    return noted(kind()) if inspect.isclass(function) else function
 
 
 def noted(function: Callable[..., Any]) -> Callable[..., Any]:

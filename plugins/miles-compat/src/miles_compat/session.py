@@ -115,8 +115,8 @@ async def post(url: str, payload: Mapping[str, Any], max_retries: int = 1, actio
     if session is None:
         raise HookError("the engine is asked by nothing that the run waits for", code="engine-asked-outside",
                         who="post", got="no generate function and no rollout function is under way in this thread",
-                        fix="ask within the function and await it there, without a worker thread of its own: how far "
-                        "sampling runs ahead of training is --max-lag")
+                        fix="await the answer within the function; in a thread ask by asyncio.to_thread, as "
+                        "run_in_executor does not say for whom; how far sampling runs ahead of training is --max-lag")
     return await session.ask(payload)
 
 
