@@ -248,7 +248,7 @@ def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseExcep
     note = f"in plugin {one.manifest.name} {one.version}, {definition(function)} ({one.source}), hook {hook}"
 
     def blame(error: BaseException) -> None:
-        if not (one.ours and isinstance(error, MilesError)):  # its own sentence says more
+        if not (one.ours and isinstance(error, MilesError) or note in getattr(error, "__notes__", ())):  # it says more
             error.add_note(note)
 
     return blame

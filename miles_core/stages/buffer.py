@@ -268,8 +268,8 @@ class Buffer:
         return StarvedError(f"filters dropped {counts.total()} groups ({reasons}) and kept {passed} of the "
                             f"{self.batch_size} that a rollout needs{'; last: ' + detail if detail else ''}",
                             code="batch-starved",
-                            fix="check the reward first: a group whose answers all score the same teaches nothing "
-                                "(wrong --label-key, a scorer that never matches, a task that is too hard or too easy)")
+                            fix="see to the reason; answers that score the same teach nothing: a wrong --label-key, "
+                                "a scorer that never matches, a task that is too hard or too easy")
 
     async def _until(self, ready: Callable[[], object]) -> None:
         while self._failure is None and not ready():

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from miles_compat.generation import drawn, reward_of
-from miles_compat.schedule import Evaluations, Places
+from miles_compat.schedule import Evaluations, Places, Schedule
 from miles_compat.session import Drawn
 
 from miles_core.errors import HookError
-from miles_core.stages.rollout import Response
+from miles_core.stages.rollout import Generation, Response, SamplingParams
 from miles_core.types import Prompt
 
 
@@ -69,7 +69,8 @@ def sample(tokens, length, mask, **more):
                            remove_sample=False, metadata={}, reward=None, **more)
 
 
-SESSION = SimpleNamespace(generation=SimpleNamespace(engine=SimpleNamespace(version=9)),
+SESSION = SimpleNamespace(generation=SimpleNamespace(engine=SimpleNamespace(version=9), vocabulary=16,
+                                                     sampling=SamplingParams()),
                           args=SimpleNamespace(reward_key="score"))
 
 
@@ -84,6 +85,55 @@ def test_log_probs_are_those_of_the_context_that_a_token_followed():
         drawn(sample([5, 6, 9], 1, [1]), Prompt(0, 0, "", (5, 6)), 0, answers, SESSION)
 
 
+def test_groups_that_a_rollout_left_over_are_not_trained_on_by_other_weights():
+    """A function that gives three groups where two are needed: with --max-lag the third would be older than that."""
+    calls: list[int] = []
+    logged: dict[str, float] = {}
+
+    def rollout(args, rollout_id, data_buffer, evaluation):
+        calls.append(rollout_id)
+        return [[sample([1, len(calls)], 1, [0], group_index=None, prompt="", label=None)] for _ in range(3)]
+
+    async def sampled(max_lag):
+        engine = SimpleNamespace(version=1)
+        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=max_lag, debug_rollout_only=False,
+                               reward_key="score")
+        places = Places(Numbers(), 2)
+        schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: logged.update({name: value}))
+        found = []
+        for version in (1, 2):
+            engine.version = version
+            for _ in range(2):
+                generation = Generation(engine, SamplingParams(), 1, lambda *key: 0, lambda *ids: "", 5.0)
+                (one,) = await schedule.group(places.next(), generation)
+                found.append(int(one.tokens[1]))
+        return found
+
+    assert asyncio.run(sampled(0)) == [1, 1, 2, 2] and logged == {"surplus_groups": 1} and calls == [0, 1]
+    assert asyncio.run(sampled(1)) == [3, 3, 4, 4]
+
+
+def test_a_rollout_is_named_by_its_own_number_after_drops():
+    """Dropped groups use up places of the rollouts to come."""
+    told: list[int] = []
+
+    def rollout(args, rollout_id, data_buffer, evaluation):
+        told.append(rollout_id)
+        return [[sample([1, 2], 1, [0], group_index=None, prompt="", label=None)]]
+
+    async def sampled():
+        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
+                               reward_key="score")
+        places = Places(Numbers(), 1)
+        schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: None)
+        for version in (1, 1, 1, 2):
+            engine = SimpleNamespace(version=version)
+            await schedule.group(places.next(), Generation(engine, SamplingParams(), 1, None, None, 5.0))
+
+    asyncio.run(sampled())
+    assert told == [0, 0, 0, 1]
+
+
 def test_a_reward_may_be_a_dict():
     args = SimpleNamespace(reward_key="score")
     assert reward_of(SimpleNamespace(reward={"score": 2, "more": 1}), args) == 2.0
@@ -93,13 +143,14 @@ def test_a_reward_may_be_a_dict():
 
 
 def test_an_eval_function_is_called_once_for_each_evaluation():
-    """What it says nothing of is left to the run; too few answers are an error."""
+    """What it says nothing of is left to the run; too few answers are an error, and too many with the next one."""
     calls: list[int] = []
     logged: dict[str, float] = {}
+    given = [0.0, 1.0]
 
     def evaluate(args, rollout_id, data_buffer, evaluation):
         calls.append(rollout_id)
-        return SimpleNamespace(data={"mine": {"rewards": [0.0, 1.0, 0.5]}}, metrics={"eval/time": 3, "word": "no"})
+        return SimpleNamespace(data={"mine": {"rewards": [*given]}}, metrics={"eval/time": 3, "word": "no"})
 
     async def evaluation():
         evaluations = Evaluations(evaluate, SimpleNamespace(rollout_seed=0, rollout_max_context_len=8),
@@ -113,7 +164,11 @@ def test_an_eval_function_is_called_once_for_each_evaluation():
             assert await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/other"), generation) is None
         with pytest.raises(HookError):
             await evaluations.group(Prompt(9, 9, "", (1,), stream="eval/mine"), generation)
+        given.append(0.5)
+        await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/mine"), generation)
+        with pytest.raises(HookError):
+            await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/mine"), generation)
         return rewards
 
     assert asyncio.run(evaluation()) == [0.0, 1.0, 0.0, 1.0]
-    assert calls == [4, 4] and logged == {"time": 3.0}
+    assert calls == [4, 4, 4] and logged == {"time": 3.0}

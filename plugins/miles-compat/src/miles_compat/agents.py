@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from miles_compat.loading import load_function
+from miles_compat.paths import noted
 from miles_compat.rollout_types import GenerateFnInput, GenerateFnOutput
 from miles_compat.sample import seen
 from miles_compat.session import CURRENT, Drawn
@@ -55,17 +56,17 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         CALL.reset(token)
     sample = seen(made, session.generation.samples)
     sample.metadata |= told
-    session.drawn.append(_whole(made))
+    session.drawn += _answers(made, session.generation.sampling.temperature)
     if not made.status.finished:  # it failed, and the sample says why
         return GenerateFnOutput(sample)
     picked: Any = sample
     if args.session_sample_picker_path:
         leaves = {"leaves": [{"node_id": 0, "path_node_ids": [0]}], "nodes": [{"id": 0, "parent": None}]}
         sample.metadata.setdefault("leaf", {"node_id": 0, "parent": None})
-        picked = await _plain(load_function(args.session_sample_picker_path)([sample], {"tree": leaves, **told}))
+        picked = await _plain(noted(load_function(args.session_sample_picker_path))([sample], {"tree": leaves, **told}))
     if args.session_sample_postprocessor_path:
         listed = picked if isinstance(picked, list) else [picked]
-        picked = await _plain(load_function(args.session_sample_postprocessor_path)(listed, dict(told)))
+        picked = await _plain(noted(load_function(args.session_sample_postprocessor_path))(listed, dict(told)))
     if isinstance(picked, list) and not picked:
         sample.remove_sample, picked = True, sample  # nothing of it is trained on
     return GenerateFnOutput(picked)
@@ -75,19 +76,24 @@ async def _plain(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def _whole(made: Any) -> Drawn:
-    """A conversation as one answer of the engine: its log-probs and versions are the sample's own columns."""
+def _answers(made: Any, temperature: float) -> list[Drawn]:
+    """The engine's answers in a conversation: what is trained on, with the sample's own log-probs and versions."""
+    import numpy as np
+
     from miles_core.stages.rollout import Response
 
-    begin, columns = made.length - made.response_length, made.columns
-    response = Response(made.tokens[begin:], columns["rollout_log_probs"], columns["versions"], "stop")
-    return Drawn(tuple(made.tokens[:begin].tolist()), response)
+    prompt, columns = made.length - made.response_length, made.columns
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], columns["loss_mask"], [0]]).astype(int))).reshape(-1, 2)
+    return [Drawn(tuple(made.tokens[:prompt + start].tolist()),
+                  Response(made.tokens[prompt + start:prompt + stop], columns["rollout_log_probs"][start:stop],
+                           columns["versions"][start:stop], "stop"), temperature)
+            for start, stop in edges.tolist()]
 
 
 def _agents(args: Args) -> Any:
     """The run's agents and their endpoint, made when the first is asked for."""
     if "agents" not in args._made:
-        args._made["agents"] = _made(load_function(args.custom_agent_function_path), args)
+        args._made["agents"] = _made(noted(load_function(args.custom_agent_function_path)), args)
     return args._made["agents"]
 
 
@@ -104,7 +110,12 @@ def _made(function: Callable[..., Any], args: Args) -> Any:
         try:
             answer = await function(**given)
         except Exception as error:
-            raise AgentFailed("agent_failed", f"{type(error).__name__}: {error}") from error
+            where = " ".join(["", *getattr(error, "__notes__", ())])
+            raise AgentFailed("agent_failed", f"{type(error).__name__}: {error}{where}") from error
+        if not isinstance(answer, Mapping | None):
+            raise HookError("an agent should return a dict of what is known of its session, or None",
+                            code="agent-function-return", got=repr(answer)[:100], who="custom_agent_function_path",
+                            fix='return {"reward": ...} for the reward function to read in sample.metadata')
         told.update(answer or {})
 
     options = ToolsOptions(**args._config.options.get("tools", {}))

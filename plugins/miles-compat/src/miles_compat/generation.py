@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_compat import sample as samples
-from miles_compat.paths import arguments
+from miles_compat.paths import arguments, ready
 from miles_compat.rollout_types import GenerateFnInput, GenerateState
 from miles_compat.session import CURRENT, TAKEN, WHO, Drawn, Session
 from miles_core.errors import HookError
@@ -85,8 +84,7 @@ async def _called(function: Callable[..., Any], args: Args, sample: samples.Samp
                   evaluation: bool) -> object:
     params = asked_with(generation)
     names = [one.name for one in arguments(function)]
-    if inspect.isclass(function):
-        function = cast("Callable[..., Any]", function())
+    function = ready(function)
     if len(names) < 3 or names[0] == "input":
         return await function(GenerateFnInput(GenerateState(args), sample, params, evaluation))
     return await function(args, sample, params, **({"evaluation": evaluation} if "evaluation" in names else {}))
@@ -109,29 +107,57 @@ def drawn(one: Any, prompt: Prompt, index: int, answers: Sequence[Drawn], sessio
     Raises:
         HookError: parts that do not fit, or tokens that are trained on and that the engine did not draw.
     """
-    import numpy as np
-
-    size, name = int(one.response_length), f"prompt {prompt.uid}, sample {index}"
-    tokens = np.array(one.tokens, np.int32)
-    mask = np.ones(size, np.uint8) if one.loss_mask is None else np.array(one.loss_mask, np.uint8)
-    status = Status(getattr(one.status, "value", one.status))
-    if not 0 <= size <= len(tokens) or len(mask) != size:
-        raise HookError(f"{name} has parts that do not fit", code="generate-function-parts", who=WHO,
-                        got=f"{len(tokens)} tokens, response_length {size}, {len(mask)} entries in loss_mask",
-                        fix="tokens are prompt and response; loss_mask has one entry per response token")
-    if status is Status.PENDING:
-        raise HookError(f"{name} was left pending", code="generate-function-left-pending", who=WHO,
+    name, generation = f"prompt {prompt.uid}, sample {index}", session.generation
+    status = _status(one.status)
+    if status is None or status is Status.PENDING:
+        raise HookError(f"{name} was left pending", code="generate-function-left-pending", who=WHO, got=one.status,
                         fix="set sample.status: completed, truncated or aborted")
+    tokens, mask = _parts(one, name, generation.vocabulary, prompt=int(status.finished))
     if one.remove_sample:
         mask[:] = 0
-    log_probs, versions = _origin(tokens, mask, answers, session, name)
+    log_probs, versions = _origin(tokens, mask, answers, generation, name, trains=prompt.stream == "train")
     columns: dict[str, np.ndarray] = {
         "tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs, "versions": versions,
     }
-    metadata = {key: value for key, value in one.metadata.items()
-                if key not in prompt.metadata or prompt.metadata[key] is not value}
-    return Sample(prompt, index, columns, size, one.response, status, metadata=metadata,
+    metadata = samples.added(one.metadata, prompt.metadata)
+    return Sample(prompt, index, columns, len(mask), one.response, status, metadata=metadata,
                   reward=reward_of(one, session.args))
+
+
+def _parts(one: Any, name: str, vocabulary: int | None, *, prompt: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, loss mask) of a sample whose prompt has at least so many tokens."""
+    import numpy as np
+
+    size, values = one.response_length, one.loss_mask
+    try:
+        tokens = np.array(one.tokens, np.int32)
+        mask = np.ones(size, np.uint8) if values is None else samples.mask_of(values, size)
+        fits = mask is not None and tokens.ndim == 1 and 0 <= size <= len(tokens) - prompt
+        known = tokens.min(initial=0) >= 0 and (vocabulary is None or tokens.max(initial=0) < vocabulary)
+    except (TypeError, ValueError, OverflowError):
+        fits = known = False
+    if not fits:
+        raise HookError(f"{name} has parts that do not fit", code="generate-function-parts", who=WHO,
+                        got=f"{_count(one.tokens)} tokens, response_length {size}, "
+                        f"{_count(values)} entries in loss_mask {repr(values)[:60]}",
+                        fix="tokens are the prompt's and the response's ids; loss_mask has a 0 or a 1 for each "
+                        "response token")
+    if not known:
+        raise HookError(f"{name} has token ids outside the vocabulary", code="generate-function-vocabulary", who=WHO,
+                        got=f"{tokens.min()} to {tokens.max()}, of {vocabulary}",
+                        fix="tokenise observations with the checkpoint's tokenizer, args.tokenizer")
+    return tokens, cast("np.ndarray", mask)
+
+
+def _count(values: Any) -> object:
+    return len(values) if hasattr(values, "__len__") else values
+
+
+def _status(value: Any) -> Status | None:
+    try:
+        return Status(getattr(value, "value", value))
+    except ValueError:
+        return None
 
 
 def reward_of(one: Any, args: Args) -> float | None:
@@ -143,13 +169,20 @@ def reward_of(one: Any, args: Args) -> float | None:
             raise HookError(f"a reward is a dict without {key!r}", got=", ".join(map(str, value)), who=WHO,
                             fix="name its reward with --reward-key", code="generate-function-reward-key")
         value = value[key]
-    return None if value is None else float(value)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise HookError("a reward is no number", got=repr(value)[:100], who=WHO, code="generate-function-reward",
+                        fix="set sample.reward to a float, or to a dict that has one") from None
 
 
-def _origin(tokens: np.ndarray, mask: np.ndarray, answers: Sequence[Drawn], session: Session,
-            name: str) -> tuple[np.ndarray, np.ndarray]:
+def _origin(tokens: np.ndarray, mask: np.ndarray, answers: Sequence[Drawn], generation: Generation, name: str, *,
+            trains: bool) -> tuple[np.ndarray, np.ndarray]:
     """[R] log-probs and [R] versions: of the engine's answers for tokens that are trained on; others are the function's
     own, and have the version of the token before them.
+
+    Args:
+        trains: log-probs have to be those that the trainer computes, at the run's temperature.
 
     Raises:
         HookError: a run of trained tokens that is not part of what the engine drew, in its order.
@@ -161,24 +194,72 @@ def _origin(tokens: np.ndarray, mask: np.ndarray, answers: Sequence[Drawn], sess
     ids = np.concatenate([empty, *(one.output_ids for one in responses)])
     from_engine = np.concatenate([empty.astype(np.float32), *(one.log_probs for one in responses)])
     version_of = np.concatenate([empty, *(one.versions for one in responses)])
-    begins = np.cumsum([0, *(len(one.output_ids) for one in responses)])
-    first = int(version_of[0]) if len(version_of) else session.generation.engine.version
+    hot = np.concatenate([np.zeros(0), *(np.full(len(one.response.output_ids), one.temperature or 1.0)
+                                         for one in answers)])
+    first = int(version_of[0]) if len(version_of) else generation.engine.version
     log_probs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
+    continued = _continued(tokens, answers)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int))).reshape(-1, 2)
     at = 0
-    for start, stop in edges:
-        run, before = tokens[prompt + start:prompt + stop], tuple(tokens[:prompt + start].tolist())
-        of_context = (int(begin) for begin, one in zip(begins, answers) if one.input_ids == before)
-        places = itertools.chain(of_context, range(at, len(ids) - len(run) + 1))
-        there = next((i for i in places if np.array_equal(ids[i:i + len(run)], run)), None)
-        if there is None:
-            raise HookError(f"{name} trains on tokens that the engine did not draw", who=WHO,
-                            got=f"response tokens {start} to {stop - 1}", code="generate-function-trains-prompt",
-                            fix="append output_ids as they come, do not tokenise text again, and give tokens of others "
-                            "the loss mask 0")
-        at = there + len(run)
-        log_probs[start:stop], versions[start:stop] = (x[there:at] for x in (from_engine, version_of))
+    for opening, stop in edges.tolist():
+        start = opening
+        while start < stop:
+            places = range(at, len(ids) if start == opening else at + 1)
+            begin, size = _piece(tokens, prompt + start, prompt + stop, continued, ids, places)
+            if not size:
+                raise HookError(f"{name} trains on tokens that the engine did not draw", who=WHO,
+                                got=f"response tokens {start} to {stop - 1}", code="generate-function-trains-prompt",
+                                fix="append output_ids as they come, do not tokenise text again, and give tokens of "
+                                "others the loss mask 0")
+            at = begin + size
+            if trains and (other := set(hot[begin:at].tolist()) - {expected := generation.sampling.temperature or 1.0}):
+                raise HookError(f"{name} trains on tokens of another temperature than the run's", who=WHO,
+                                got=f"{other.pop():g}, response tokens {start} to {start + size - 1}",
+                                code="generate-function-temperature",
+                                fix=f"sample them at {expected:g}, write --rollout-temperature, or give them the loss "
+                                "mask 0: the trainer's log-probs are those of the run's temperature")
+            log_probs[start:start + size], versions[start:start + size] = from_engine[begin:at], version_of[begin:at]
+            start += size
     newest = first
     for place, version in enumerate(versions):
         versions[place] = newest = newest if version < 0 else int(version)
     return log_probs, versions
+
+
+def _continued(tokens: np.ndarray, answers: Sequence[Drawn]) -> list[tuple[int, int, int]]:
+    """(where in the sample, where in all that was drawn, how many tokens) of answers that the sample goes on with."""
+    import numpy as np
+
+    found, begin = [], 0
+    for one in answers:
+        drawn, place = one.response.output_ids, len(one.input_ids)
+        if place < len(tokens) and tuple(tokens[:place].tolist()) == one.input_ids:
+            most = min(len(drawn), len(tokens) - place)
+            differs = np.flatnonzero(drawn[:most] != tokens[place:place + most])
+            found.append((place, begin, int(differs[0]) if len(differs) else most))
+        begin += len(drawn)
+    return found
+
+
+def _piece(tokens: np.ndarray, start: int, stop: int, continued: Sequence[tuple[int, int, int]], ids: np.ndarray,
+           places: range) -> tuple[int, int]:
+    """(where in all that was drawn, how many of them) the tokens from `start` on are; how many is 0 where they are not.
+
+    They are where the engine was asked with just the tokens before them. Of contexts that were sent as text, which may
+    have other ids, it is the first of `places` that holds them all, after the most tokens that agree as well.
+    """
+    import numpy as np
+
+    known = [(min(place + size, stop) - start, begin + start - place) for place, begin, size in continued
+             if place <= start < place + size]
+    if known:
+        size, begin = max(known, key=lambda one: one[0])
+        return begin, size
+    run, best = tokens[start:stop], (0, -1)
+    for begin in (places.start + np.flatnonzero(ids[places.start:places.stop] == run[0])).tolist():
+        if np.array_equal(ids[begin:begin + len(run)], run):
+            most = min(begin, start)
+            differs = np.flatnonzero(ids[begin - most:begin] != tokens[start - most:start])
+            agree = most - 1 - int(differs[-1]) if len(differs) else most
+            best = max(best, (begin, agree), key=lambda one: one[1])
+    return best[0], len(run) if best[1] >= 0 else 0

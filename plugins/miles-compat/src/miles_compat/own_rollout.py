@@ -11,8 +11,10 @@ from miles_compat.filters import call_dynamic_filter
 from miles_compat.generators import generate_and_rm_group
 from miles_compat.loading import load_function, run
 from miles_compat.masks import MultiTurnLossMaskGenerator
+from miles_compat.paths import noted
 from miles_compat.rollout_types import GenerateState, RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_compat.sample import Sample
+from miles_core.errors import HookError
 
 
 def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
@@ -92,8 +94,12 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **named: object) -> 
 
 async def hooked(function: Callable[..., Any], args: Any, sample: Any, **named: object) -> Any:
     """What one of them makes of a sample; nothing leaves it as it is."""
+    function = noted(function)
     known = inspect.signature(function).parameters
     every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
     answer = function(args, sample, **{name: value for name, value in named.items() if every or name in known})
     answer = await answer if inspect.isawaitable(answer) else answer
+    if answer is not None and not hasattr(answer, "response_length"):
+        raise HookError("the function should return the sample, or nothing", code="sample-hook-return",
+                        got=repr(answer)[:100], who="rollout_sample_hook_path", fix="return sample")
     return sample if answer is None else answer

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
+import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -121,7 +125,7 @@ def function_at(option: str, path: str) -> Callable[..., Any]:
     if problem is not None:
         raise HookError("the function cannot be called as it would be", code="function-signature", got=problem, who=who,
                         fix=f"it is called as {shape.text}{shape.note}")
-    return function
+    return noted(function)
 
 
 def anything_at(path: str, who: str, wanted: str = "a function") -> Any:
@@ -146,6 +150,64 @@ def arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
     if inspect.isclass(function):
         return list(inspect.signature(function.__call__).parameters.values())[1:]
     return list(inspect.signature(function).parameters.values())
+
+
+@functools.cache
+def ready(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it is; of a class the one object that is called in its place."""
+    kind: Any = function
+    return noted(kind()) if inspect.isclass(function) else function
+
+
+def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; what it raises says in which of its lines. A class stays as it is.
+
+    Raises:
+        HookError: it asked a host of no address, as `args.sglang_router_ip` is one to clients of its own.
+    """
+    if inspect.isclass(function):
+        return function
+    call: Any = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.iscoroutinefunction(call):
+        @functools.wraps(function)
+        async def waiting(*given: Any, **named: Any) -> Any:
+            with located(function):
+                return await function(*given, **named)
+        return waiting
+
+    @functools.wraps(function)
+    def plain(*given: Any, **named: Any) -> Any:
+        with located(function):
+            return function(*given, **named)
+    return plain
+
+
+@contextmanager
+def located(function: Callable[..., Any]) -> Iterator[None]:
+    """For the time of a call: what `noted` says of one."""
+    try:
+        yield
+    except Exception as error:
+        module = inspect.getmodule(function)
+        own = getattr(module, "__file__", None)
+        own = None if module is None or module.__name__.startswith("miles_compat.") else own
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+        note = f"in {lines[-1].filename}:{lines[-1].lineno} {lines[-1].name}" if lines else ""
+        if isinstance(_first(error), socket.gaierror):
+            raise HookError("a function asked a host that has no address", code="engine-address-unknown", who=note,
+                            got=f"{type(error).__name__}: {error}", fix="where it is args.sglang_router_ip: only "
+                            "miles.utils.http_utils.post knows that one; an agent with a client of its own is a "
+                            "function of --custom-agent-function-path, which is given a URL") from error
+        if note and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _first(error: BaseException) -> BaseException:
+    """What an error was raised from, and that from, to the first."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
 
 
 def _imported(path: str, who: str, wanted: str) -> tuple[ModuleType, str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from miles_compat.paths import arguments
+from miles_compat.paths import arguments, ready
 from miles_compat.sample import lent
 from miles_core.hosts import in_daemon_thread
 from miles_core.types import Sample
@@ -29,33 +27,17 @@ async def scores(function: Callable[..., Any], args: Args, samples: Sequence[Sam
     if all(map(own, samples)):  # a generate function has scored them
         return [cast("float", sample.reward) for sample in samples]
     whole = [one.name for one in arguments(function)][1:2] == ["samples"]
-    if inspect.isclass(function):
-        function = cast("Callable[..., Any]", function())
-    with lent(samples, scored=True) as found:
+    function = ready(function)
+    with lent(samples, scored=True, who="custom_rm_path") as found:
         answers = await asyncio.gather(*(_asked(function, args, one) for one in ([found] if whole else found)))
     return list(answers[0]) if whole else list(answers)
 
 
 async def _asked(function: Callable[..., Any], args: Args, given: object) -> Any:
-    with located(function):
-        if inspect.iscoroutinefunction(function):
-            return await function(args, given)
-        answer = await in_daemon_thread(lambda: function(args, given))
-        return await answer if inspect.isawaitable(answer) else answer
-
-
-@contextmanager
-def located(function: Callable[..., Any]) -> Iterator[None]:
-    """Say of what is raised in which line of the function's own file it was."""
-    try:
-        yield
-    except Exception as error:
-        module = inspect.getmodule(function)
-        lines = [frame for frame in traceback.extract_tb(error.__traceback__)
-                 if module is not None and frame.filename == module.__file__]
-        if lines:
-            error.add_note(f"in {lines[-1].filename}:{lines[-1].lineno} {lines[-1].name}")
-        raise
+    if inspect.iscoroutinefunction(function):
+        return await function(args, given)
+    answer = await in_daemon_thread(lambda: function(args, given))
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 async def given(args: Args, sample: Sample) -> Any:

@@ -11,11 +11,11 @@ import torch
 from miles_grpo.advantage import group_relative
 
 from miles_compat.paths import arguments
-from miles_compat.sample import groups_lent, lent
+from miles_compat.sample import groups_lent, lent, mask_of, narrowed, number_of
 from miles_core.columns import CORE, Align
 from miles_core.errors import HookError
 from miles_core.kl import approximate_kl
-from miles_core.types import Batch, Drop, Group, Status
+from miles_core.types import Batch, Drop, Group, Sample, Status
 
 if TYPE_CHECKING:
     from miles_compat.args import Args
@@ -30,7 +30,7 @@ def post_processed(function: Callable[..., Any], args: Args, groups: list[Group]
     """
     who = "custom_reward_post_process_path"
     samples = [sample for group in groups for sample in group.samples]
-    with groups_lent(groups) as found:
+    with groups_lent(groups, who) as found:
         answer = function(args, [one for group in found for one in group])
     try:
         raw, rewards = ([float(value) for value in values] for values in answer)
@@ -60,7 +60,7 @@ def converted(function: Callable[..., Any], args: Args, groups: list[Group]) -> 
     """
     who = "custom_convert_samples_to_train_data_path"
     samples = [sample for group in groups for sample in group.samples]
-    with groups_lent(groups) as found:
+    with groups_lent(groups, who) as found:
         data = function(args, [one for group in found for one in group])
     if not isinstance(data, dict) or unknown(data):
         raise HookError("the function should return a dict of lists, by Miles's names", code="convert-function-return",
@@ -71,20 +71,36 @@ def converted(function: Callable[..., Any], args: Args, groups: list[Group]) -> 
                         got=", ".join(f"{len(values)} {name}" for name, values in data.items()),
                         fix="take samples out of training with loss masks of 0", code="convert-function-count")
     for place, sample in enumerate(samples):
-        if "tokens" in data and list(map(int, data["tokens"][place])) != sample.tokens.tolist():
-            raise HookError(f"the function changes the tokens of {sample.name}", code="convert-function-changes-tokens",
-                            who=who, fix="what is sampled is what is trained on: change them in a generate function")
+        if changed := [name for name, value in _sampled(sample).items()
+                       if name in data and not _equal(data[name][place], value)]:
+            raise HookError(f"the function changes {' and '.join(changed)} of {sample.name}", who=who,
+                            code="convert-function-changes-tokens",
+                            fix="what is sampled is what is trained on: change them in a generate function")
         if "loss_masks" in data:
-            mask = np.asarray(torch.as_tensor(data["loss_masks"][place]).cpu(), np.uint8)
-            if mask.shape != sample.columns["loss_mask"].shape:
-                raise HookError(f"the loss mask of {sample.name} does not fit its response", who=who,
-                                got=f"{len(mask)} entries for {sample.response_length} tokens",
-                                fix="one entry for each response token", code="convert-function-mask-length")
-            sample.columns["loss_mask"] = mask
+            mask = data["loss_masks"][place]
+            if mask_of(mask, sample.response_length) is None:
+                raise HookError(f"the function gives {sample.name} a loss mask that does not fit its response", who=who,
+                                got=f"{repr(mask)[:80]} for {sample.response_length} tokens",
+                                fix="a 0 or a 1 for each response token", code="convert-function-mask-length")
+            sample.columns["loss_mask"] = narrowed(sample, mask, who)
         if "raw_reward" in data:
-            sample.metadata["raw_reward"] = float(data["raw_reward"][place])
+            sample.metadata["raw_reward"] = number_of(data["raw_reward"][place], sample, who)
         if "rewards" in data:
-            sample.reward = float(data["rewards"][place])
+            sample.reward = number_of(data["rewards"][place], sample, who)
+
+
+def _sampled(sample: Sample) -> dict[str, Any]:
+    """What a conversion may repeat and not change."""
+    return {"tokens": sample.tokens, "response_lengths": sample.response_length, "total_lengths": sample.length,
+            "rollout_log_probs": sample.columns["rollout_log_probs"]}
+
+
+def _equal(value: Any, known: Any) -> bool:
+    try:
+        found = np.array(value.tolist() if hasattr(value, "tolist") else value, np.float64)
+    except (TypeError, ValueError):
+        return False
+    return found.shape == np.shape(known) and bool(np.allclose(found, known, rtol=0, atol=1e-4))
 
 
 def unknown(data: dict[str, Any]) -> list[str]:
@@ -98,7 +114,7 @@ def kept(function: Callable[..., Any], args: Args, group: Group) -> Group | Drop
     Raises:
         HookError: it answers neither with a DynamicFilterOutput nor with a truth value.
     """
-    with lent(group.samples) as samples:
+    with lent(group.samples, who="dynamic_sampling_filter_path") as samples:
         answer = function(args, samples)
     keep, reason = getattr(answer, "keep", answer), getattr(answer, "reason", None)
     keep = bool(keep) if isinstance(keep, torch.Tensor) and keep.numel() == 1 else keep
@@ -111,13 +127,13 @@ def kept(function: Callable[..., Any], args: Args, group: Group) -> Group | Drop
 
 def marked(function: Callable[..., Any], args: Args, groups: list[Group]) -> None:
     """Train on no token of the samples whose `remove_sample` the function sets."""
-    with groups_lent(groups) as data:
+    with groups_lent(groups, "rollout_sample_filter_path") as data:
         function(args, data)
 
 
 def processed(function: Callable[..., Any], args: Args, groups: list[Group], source: object) -> None:
     """Show the function every group that was finished since it was last called."""
-    with groups_lent(groups) as data:
+    with groups_lent(groups, "rollout_all_samples_process_path") as data:
         function(args, data, source)
 
 
@@ -172,10 +188,10 @@ def rollout_data(batch: Batch, algorithm: Algorithm) -> dict[str, list[Any]]:
     """
     samples = batch.samples
     data: dict[str, list[Any]] = {
-        "tokens": [torch.as_tensor(sample.tokens) for sample in samples],
+        "tokens": [torch.tensor(sample.tokens) for sample in samples],
         "total_lengths": [sample.length for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
-        "loss_masks": [torch.as_tensor(sample.columns["loss_mask"], dtype=torch.float32) for sample in samples],
+        "loss_masks": [torch.tensor(sample.columns["loss_mask"], dtype=torch.float32) for sample in samples],
         "rewards": group_relative(batch, algorithm),
         "raw_reward": [sample.metadata.get("raw_reward", sample.reward) for sample in samples],
         "truncated": [int(sample.status is Status.TRUNCATED) for sample in samples],
@@ -185,7 +201,7 @@ def rollout_data(batch: Batch, algorithm: Algorithm) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for sample in samples for name in sample.columns if name not in own)
     for name in names:
         if all(name in sample.columns for sample in samples):
-            data[name] = [torch.as_tensor(sample.columns[name]) for sample in samples]
+            data[name] = [torch.tensor(sample.columns[name]) for sample in samples]
     policy = data.get("log_probs", data.get("rollout_log_probs", []))  # of a batch of nothing there is neither
     reference = data.get("ref_log_probs")
     data["kl"] = [torch.zeros_like(row) for row in policy] if reference is None else [

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from miles_core.errors import HookError
+
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles_core import types
 
 
@@ -192,7 +198,7 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
         label=label_of(prompt), reward=sample.reward, loss_mask=_list(columns, "loss_mask"),
         weight_versions=[str(version) for version in dict.fromkeys(versions)],
         rollout_log_probs=_list(columns, "rollout_log_probs"), rollout_routed_experts=columns.get("routed_experts"),
-        status=_Status(sample.status.value), metadata={**prompt.metadata, **sample.metadata},
+        status=_Status(sample.status.value), metadata={**_own(prompt.metadata), **sample.metadata},
         rollout_id=sample.rollout, remove_sample=sample.metadata.get("remove_sample", False),
     )  # fmt: skip
 
@@ -200,7 +206,34 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
 def asked(prompt: types.Prompt, index: int, siblings: int) -> Sample:
     """A sample that nothing was drawn for yet."""
     return Sample(group_index=prompt.uid, index=prompt.uid * siblings + index, prompt=prompt.text,
-                  label=label_of(prompt), metadata=dict(prompt.metadata))
+                  label=label_of(prompt), metadata=_own(prompt.metadata))
+
+
+def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of a prompt for one of its samples, which may write into what they hold."""
+    return {key: copy.deepcopy(value) if isinstance(value, dict | list) else value for key, value in metadata.items()}
+
+
+def added(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function added to metadata, or changed."""
+    def same(one: Any, other: Any) -> bool:
+        try:
+            return one is other or isinstance(one, dict | list) and bool(one == other)
+        except ValueError:  # arrays in it
+            return False
+    return {key: value for key, value in metadata.items() if key not in known or not same(value, known[key])}
+
+
+def mask_of(values: Any, size: int) -> np.ndarray | None:
+    """[size] uint8 loss mask of a list or a tensor; None if it has not one 0 or 1 for each response token."""
+    import numpy as np
+
+    try:
+        mask = np.array(values.tolist() if hasattr(values, "tolist") else list(values))
+    except (TypeError, ValueError):  # of several lengths
+        return None
+    fits = mask.shape == (size,) and (size == 0 or mask.dtype.kind in "biuf" and bool(np.isin(mask, (0, 1)).all()))
+    return mask.astype(np.uint8) if fits else None
 
 
 def label_of(prompt: types.Prompt) -> Any:
@@ -212,32 +245,97 @@ def label_of(prompt: types.Prompt) -> Any:
 
 
 @contextmanager
-def lent(samples: Sequence[types.Sample], siblings: int | None = None, *, scored: bool = False,
+def lent(samples: Sequence[types.Sample], siblings: int | None = None, *, scored: bool = False, who: str = "compat",
          ) -> Iterator[list[Sample]]:
-    """Samples for the time of a call. What it wrote to their metadata stays; `remove_sample` empties the loss mask.
+    """Samples for the time of a call. What it wrote to their metadata stays, and so do rewards and loss masks;
+    `remove_sample` empties the mask.
 
     Args:
-        scored: the call is a scorer's, which may not change columns: `remove_sample` waits in the metadata.
+        scored: the call is a scorer's, which answers with rewards and may not change columns: `remove_sample` waits in
+            the metadata.
+
+    Raises:
+        HookError: the call changed what was sampled, or which samples the group has.
     """
     found = [seen(sample, siblings or len(samples)) for sample in samples]
-    yield found
-    for sample, one in zip(samples, found, strict=True):
-        known = {**sample.prompt.metadata, **sample.metadata}
-        sample.metadata |= {key: value for key, value in one.metadata.items()
-                            if key not in known or known[key] is not value}
+    before = [{name: _frozen(getattr(one, name)) for name in KEPT} for one in found]
+    shown = list(found)
+    yield shown
+    if {*map(id, shown)} != {*map(id, found)}:
+        raise HookError("the function takes samples out of what it is given", code="function-changes-groups", who=who,
+                        got=f"{len(shown)} of {len(found)}", fix="set sample.remove_sample on those not to train on")
+    for sample, one, old in zip(samples, found, before, strict=True):
+        changed = [name for name in KEPT if getattr(one, name) != old[name]]
+        if scored:
+            changed = [name for name in changed if name != "reward"]  # what it returns is the reward
+        if set(changed) - {"reward", "loss_mask"} or scored and changed:
+            raise HookError(f"the function changes what was sampled of {sample.name}", who=who, got=", ".join(changed),
+                            code="function-changes-sample",
+                            fix="set sample.remove_sample to train on none of it; tokens are the generate function's")
+        _take(sample, one, changed, who)
+        sample.metadata |= added(one.metadata, {**sample.prompt.metadata, **sample.metadata})
         if one.remove_sample and scored:
             sample.metadata["remove_sample"] = True
         elif one.remove_sample:
             sample.columns["loss_mask"] = sample.columns["loss_mask"] * 0
 
 
+KEPT = ("tokens", "response_length", "rollout_log_probs", "status", "loss_mask", "reward")
+"""What a function that looks at samples might change of them; text is for people and scorers alone."""
+
+
+def _frozen(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _take(sample: types.Sample, one: Sample, changed: Sequence[str], who: str) -> None:
+    if "reward" in changed:
+        sample.reward = number_of(one.reward, sample, who)
+    if "loss_mask" in changed:
+        sample.columns["loss_mask"] = narrowed(sample, one.loss_mask, who)
+
+
+def number_of(value: Any, sample: types.Sample, who: str) -> float:
+    """A reward that a function gave.
+
+    Raises:
+        HookError: it is no finite number.
+    """
+    with suppress(TypeError, ValueError, RuntimeError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise HookError(f"the function gives {sample.name} a reward that is no finite number", got=repr(value)[:100],
+                    who=who, fix="give each sample a float", code="function-reward")
+
+
+def narrowed(sample: types.Sample, values: Any, who: str) -> np.ndarray:
+    """A loss mask that trains on some of the tokens that were trained on.
+
+    Raises:
+        HookError: it has not one 0 or 1 for each response token, or trains on others, whose log-probs are not known.
+    """
+    mask, before = mask_of(values, sample.response_length), sample.columns["loss_mask"]
+    if mask is None:
+        raise HookError(f"the loss mask of {sample.name} does not fit its response", code="function-loss-mask", who=who,
+                        got=f"{repr(values)[:80]} for {sample.response_length} tokens",
+                        fix="a 0 or a 1 for each response token")
+    if (mask > before).any():
+        raise HookError(f"the loss mask of {sample.name} has tokens that were masked when they were sampled", who=who,
+                        got=f"{int((mask > before).sum())} of them", code="loss-mask-trains-more",
+                        fix="have the generate function give tokens of the engine the loss mask 1; of those of others "
+                        "no log-probs are known")
+    return mask
+
+
 @contextmanager
-def groups_lent(groups: Iterable[types.Group]) -> Iterator[list[list[Sample]]]:
+def groups_lent(groups: Iterable[types.Group], who: str = "compat") -> Iterator[list[list[Sample]]]:
     """Whole groups for the time of a call, in their order."""
     groups = list(groups)
-    with lent([sample for group in groups for sample in group.samples], _size(groups)) as found:
-        rest = iter(found)
-        yield [[next(rest) for _ in group.samples] for group in groups]
+    with lent([sample for group in groups for sample in group.samples], _size(groups), who=who) as found:
+        rest = iter(list(found))
+        shown = [[next(rest) for _ in group.samples] for group in groups]
+        yield shown
+        found[:] = [one for group in shown for one in group]
 
 
 def _size(groups: Sequence[types.Group]) -> int:

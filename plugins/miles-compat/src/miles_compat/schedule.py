@@ -14,10 +14,13 @@ import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from miles_compat.filters import flat
 from miles_compat.generation import drawn, reward_of
 from miles_compat.loading import LOOP
+from miles_compat.paths import located, noted
 from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles_compat.session import CURRENT, Drawn, Session
 from miles_core import rng
@@ -122,7 +125,9 @@ class Schedule:
         self._args, self._places, self._log = args, places, log
         self.source = source(args)
         self._function = _made(function, args, self.source)
-        self._ready: deque[Callable[[Prompt], list[Sample]]] = deque()
+        self._ready: deque[tuple[int, Callable[[Prompt], list[Sample]]]] = deque()
+        self._waiting: list[int] = []
+        self._kept: list[Drawn] = []
         self._under_way: tuple[Together, asyncio.Task[None]] | None = None
 
     async def group(self, place: Prompt, generation: Generation) -> list[Sample]:
@@ -131,23 +136,47 @@ class Schedule:
         Raises:
             HookError: its answer is no list of groups of samples.
         """
-        while not self._ready:
-            if self._under_way is None:
-                number = place.uid // self._places.batch
-                session = self._opened(number, generation)
-                self._under_way = session, asyncio.ensure_future(self._rollout(number, session))
-            session, call = under_way = self._under_way
-            session.waiting.append(generation)
-            try:
-                await asyncio.shield(call)
-            finally:
-                session.waiting.remove(generation)
-                if not session.waiting and not call.done():
-                    call.cancel()
-                if self._under_way is under_way and (call.done() or not session.waiting):
-                    self._under_way = None
+        version = generation.engine.version
+        self._waiting.append(version)
+        try:
+            while (take := self._next(version)) is None:
+                await self._call(place, generation)
+        finally:
+            self._waiting.remove(version)
         self._places.filled(place)
-        return self._ready.popleft()(place)
+        return take(place)
+
+    async def _call(self, place: Prompt, generation: Generation) -> None:
+        """Wait for the call that is under way, or for a new one."""
+        if self._under_way is None:
+            session = self._opened(place.uid // self._places.batch, generation)
+            self._under_way = session, asyncio.ensure_future(self._rollout(place, session))
+        session, call = under_way = self._under_way
+        session.waiting.append(generation)
+        try:
+            await asyncio.shield(call)
+        finally:
+            session.waiting.remove(generation)
+            if not session.waiting and not call.done():
+                call.cancel()
+            if self._under_way is under_way and (call.done() or not session.waiting):
+                self._under_way = None
+
+    def _next(self, version: int) -> Callable[[Prompt], list[Sample]] | None:
+        """A group of a call that began with the weights that a slot began with, or newer ones.
+
+        What a call left over is dropped and counted once no slot of its age waits: a younger one may hold its group for
+        --max-lag rollouts more.
+        """
+        ready, oldest = len(self._ready), min(self._waiting)
+        self._ready = deque(one for one in self._ready if one[0] >= oldest)
+        if ready > len(self._ready):
+            self._log("surplus_groups", ready - len(self._ready))
+        found = next((one for one in self._ready if one[0] >= version), None)
+        if found is None:
+            return None
+        self._ready.remove(found)
+        return found[1]
 
     def _opened(self, rollout_id: int, generation: Generation) -> Together:
         asked: Counter[bytes] = Counter()
@@ -159,16 +188,23 @@ class Schedule:
             where = rollout_id, int.from_bytes(digest, "little"), asked[digest]
             return f"rollout-{rollout_id}-{digest.hex()}-{asked[digest]}", rng.key(seed, "train/function", *where)
 
-        return Together(self._args, generation, name)
+        session = Together(self._args, generation, name)
+        session.drawn += self._kept
+        return session
 
-    async def _rollout(self, rollout_id: int, session: Together) -> None:
-        self._places.begin(rollout_id)
+    async def _rollout(self, place: Prompt, session: Together) -> None:
+        args, version, number = self._args, session.generation.engine.version, place.uid // self._places.batch
+        self._places.begin(number)
+        if not args.debug_rollout_only:  # dropped groups use up places, so these run ahead of the rollouts
+            number = min(number, max(version - 1, 0) + args.max_lag)
         token = CURRENT.set(session)
         try:
-            given = RolloutFnTrainInput(rollout_id, getattr(session.generation.engine, "version", None))
-            answer = await called(self._function, self._args, given, self.source)
+            given = RolloutFnTrainInput(number, version)
+            answer = await called(self._function, args, given, self.source)
         finally:
             CURRENT.reset(token)
+        self._kept = [answer for group in getattr(self.source, "buffer", ()) for one in flat(group)
+                      for answer in _answers(one, session.drawn)]
         groups = getattr(answer, "samples", answer)
         for name, value in (getattr(answer, "metrics", None) or {}).items():
             with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
@@ -177,7 +213,7 @@ class Schedule:
             raise HookError("the function should return groups of samples", code="rollout-function-return",
                             got=repr(groups)[:100], who=WHO,
                             fix="a list with a list of samples for each prompt, rollout_batch_size of them")
-        self._ready.extend(_taker(group, self.source, session) for group in groups)
+        self._ready.extend((version, _taker(group, self.source, session)) for group in groups)
 
 
 def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:
@@ -235,8 +271,9 @@ def _made(function: Callable[..., Any], args: Args, source: object) -> Callable[
     """The function, or the object that a class of rollout functions makes."""
     if inspect.isclass(function):
         kind: Any = function
-        made: Callable[..., Any] = kind(RolloutFnConstructorInput(args, source))
-        return made
+        with located(kind):
+            made: Callable[..., Any] = kind(RolloutFnConstructorInput(args, source))
+        return noted(made)
     return function
 
 
@@ -251,6 +288,7 @@ class Evaluations:
         self._args, self._log = args, log
         self._function = _made(function, args, None)
         self._served: set[tuple[str, int]] = set()
+        self._used: dict[str, int] = {}
         self._call: asyncio.Task[Mapping[str, Any]] | None = None
         self._count = 0
 
@@ -262,6 +300,7 @@ class Evaluations:
         """
         key = prompt.stream, prompt.uid
         if self._call is None or key in self._served:
+            self._check_used()
             self._served = set()
             self._call = asyncio.ensure_future(self._evaluation(generation))
         self._served.add(key)
@@ -272,12 +311,25 @@ class Evaluations:
         rows = slice(prompt.uid * generation.samples, (prompt.uid + 1) * generation.samples)
         samples, rewards = (data[name].get(word) or () for word in ("samples", "rewards"))
         found = [_judged(one, prompt, index, self._args) for index, one in enumerate(samples[rows])]
-        found = found or [_scored(value, prompt, index) for index, value in enumerate(rewards[rows])]
+        found = found or [_scored(reward_of(SimpleNamespace(reward=value), self._args), prompt, index)
+                          for index, value in enumerate(rewards[rows])]
         if len(found) != generation.samples:
             raise HookError(f"the function gave prompt {prompt.uid} of {name} {len(found)} of {generation.samples} "
                             "samples", who=EVAL, fix="return all of a dataset's in its order, or nothing of it",
                             code="eval-function-sample-count")
+        self._used[name] = max(self._used.get(name, 0), rows.stop)
         return found
+
+    def _check_used(self) -> None:
+        """Whether the evaluation before this one took all that the function gave: they are matched by their order."""
+        if self._call is None:
+            return
+        for name, data in self._call.result().items():
+            given = len(data.get("samples") or data.get("rewards") or ())
+            if given > self._used.get(name, given):
+                raise HookError(f"the function gave {name} more samples than it has", who=EVAL, got=given,
+                                fix=f"return {self._used[name]}, --n-samples-per-eval-prompt of each prompt",
+                                code="eval-function-surplus")
 
     async def _evaluation(self, generation: Generation) -> Mapping[str, Any]:
         asked: Counter[str] = Counter()
@@ -298,7 +350,7 @@ class Evaluations:
             with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
                 self._log(word.removeprefix("eval/"), float(value))
         data = getattr(answer, "data", answer)
-        if not isinstance(data, Mapping):
+        if not isinstance(data, Mapping) or not all(isinstance(one, Mapping) for one in data.values()):
             raise HookError("the function should return figures by dataset", code="eval-function-return",
                             got=repr(data)[:100], who=EVAL,
                             fix='a dict of NAME -> {"rewards": [...], "truncated": [...], "samples": [...]}')
@@ -319,13 +371,12 @@ def _judged(one: Any, prompt: Prompt, index: int, args: Args) -> Sample:
     return sample
 
 
-def _scored(reward: object, prompt: Prompt, index: int) -> Sample:
+def _scored(reward: float | None, prompt: Prompt, index: int) -> Sample:
     """A sample of which only the reward is known."""
     import numpy as np
 
     columns = {"tokens": np.array(prompt.token_ids, np.int32), **_columns(0)}
-    value = None if reward is None else float(reward)  # type: ignore[arg-type]
-    return Sample(prompt, index, columns, status=Status.COMPLETED, reward=value)
+    return Sample(prompt, index, columns, status=Status.COMPLETED, reward=reward)
 
 
 def _columns(size: int) -> dict[str, Any]:

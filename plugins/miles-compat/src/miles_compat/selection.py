@@ -21,7 +21,7 @@ def selected(function: Callable[..., Any], args: Args, groups: Sequence[Group], 
     Raises:
         HookError: it does not answer with a list of lists of samples of the buffer.
     """
-    with groups_lent(groups) as shown:
+    with groups_lent(groups, "buffer_filter_path") as shown:
         of_sample = {id(one): group for group, found in zip(groups, shown, strict=True) for one in found}
         answer = function(args, rollout_id, [list(found) for found in shown], 1)
     try:

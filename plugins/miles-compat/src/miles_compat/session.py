@@ -30,10 +30,11 @@ LEFT = frozenset({"no_stop_trim", "spaces_between_special_tokens", "sampling_see
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One answer of the engine, and the whole context that it followed."""
+    """One answer of the engine, the whole context that it followed, and the temperature that it was drawn at."""
 
     input_ids: tuple[int, ...]
     response: Response
+    temperature: float = 1.0
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Session:
         request = Request(name, tuple(map(int, ids)), replace(sampling, max_new_tokens=room), key)
         request = self.generation.on_request(request)
         response = await call_engine(self.generation, request)
-        self.drawn.append(Drawn(request.input_ids, response))
+        self.drawn.append(Drawn(request.input_ids, response, sampling.temperature))
         return _answer(response.text, response.output_ids.tolist(), response.log_probs.tolist(),
                        response.finish_reason, len(ids), int(response.versions[-1]) if len(response.versions) else 0)
 
@@ -107,10 +108,15 @@ async def post(url: str, payload: Mapping[str, Any], max_retries: int = 1, actio
         return await _elsewhere(url, payload, action, headers)
     if where.path == "/abort_request":  # what is not used is thrown away by the run itself
         return {}
-    if session is None or where.path != "/generate":
-        raise HookError("the engine answers /generate, to a generate function or a rollout function",
-                        got=where.path or url, code="engine-path-unsupported", who="post",
-                        fix="name the function with --custom-generate-function-path; everything else is the core's")
+    if where.path != "/generate":
+        raise HookError("the engine answers /generate alone", code="engine-path-unsupported", who="post",
+                        got=where.path or url, fix="send token ids or text to /generate; an agent that chats is a "
+                        "function of --custom-agent-function-path, which is given a URL for OpenAI's protocol")
+    if session is None:
+        raise HookError("the engine is asked by nothing that the run waits for", code="engine-asked-outside",
+                        who="post", got="no generate function and no rollout function is under way in this thread",
+                        fix="await the answer within the function; in a thread ask by asyncio.to_thread, as "
+                        "run_in_executor does not say for whom; how far sampling runs ahead of training is --max-lag")
     return await session.ask(payload)
 
 

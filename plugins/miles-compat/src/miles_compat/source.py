@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from miles_compat.paths import located, noted
 from miles_core.errors import DataError
 from miles_core.types import Prompt
 
@@ -68,7 +69,7 @@ class Source:
             DataError: what comes is no group of samples with a prompt.
         """
         uid = self._next
-        groups = self.inner.get_samples(1)
+        groups = noted(self.inner.get_samples)(1)
         try:
             sample, = {id(group): group[0] for group in groups}.values()
             text, messages = self._rendered(sample.prompt)
@@ -98,7 +99,8 @@ def source_of(kind: Callable[..., Any], args: Args, config: RunConfig, tokenizer
     Raises:
         DataError: it makes nothing that has get_samples.
     """
-    inner = kind(args)
+    with located(kind):
+        inner = kind(args)
     if not callable(getattr(inner, "get_samples", None)):
         raise DataError("the data source has no get_samples", code="data-source-without-get-samples",
                         got=type(inner).__name__, who=f"{WHO} {path}",

@@ -16,6 +16,7 @@ import os
 import signal
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ async def call_function(function: Callable[..., Any], task: Task) -> object:
         try:
             return asyncio.run(coroutine()) if inspect.iscoroutinefunction(function) else function(**arguments)
         except BaseException as error:  # whatever it is, it is the agent's
-            raise AgentFailed("agent_raised", f"the agent raised {describe(error)}") from error
+            raise AgentFailed("agent_raised", f"the agent raised {describe(error)}{_place(error, function)}") from error
         finally:
             ended.set()
 
@@ -145,6 +146,13 @@ async def call_function(function: Callable[..., Any], task: Task) -> object:
                 break
             await asyncio.sleep(0.05)
         raise
+
+
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
+    """In which line of the function's own file something was raised, to be appended."""
+    file = getattr(inspect.getmodule(function), "__file__", None)
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", in {file}:{lines[-1].lineno} {lines[-1].name}" if lines else ""
 
 
 async def call_program(command: Sequence[str], task: Task) -> object:
