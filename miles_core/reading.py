@@ -21,7 +21,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: anything else, numbers of thousands of digits included; a JSONDecodeError where it is no JSON.
     """
-    text = text.decode() if isinstance(text, bytes) else text
+    text = text.decode("utf-8-sig" if text[:1] == b"\xef" else "utf-8") if isinstance(text, bytes) else text
     try:
         value = json.loads(text)
     except RecursionError:

@@ -109,6 +109,7 @@ def test_without_the_plugin_a_plan_says_what_to_install(data, tmp_path, monkeypa
 
 def test_without_the_packages_it_stands_on_an_error_says_what_to_install(read, data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "miles_datasets.builders", raising=False)
     with pytest.raises(DataError, match="pip install datasets"):
         read(data)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

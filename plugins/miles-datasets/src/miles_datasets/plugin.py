@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
-from miles_core.reading import format_of
 
 if TYPE_CHECKING:
     from miles_core.stages.prompts import PromptSource, Records
@@ -91,6 +90,6 @@ class Datasets:
 
         options = self._options
         source = Source(path, options.cache_dir, self._labels, options.label_after, self._media)
-        if format_of(path) == "json" and (most is None or any(map(is_list, source.files))):
+        if source.kind == "json" and (most is None or any(map(is_list, source.files))):
             return Listed(source, most is not None)  # as it is: a table would make times of text, and fill in keys
         return Table(source) if most is None else Beginning(source, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,4 +108,4 @@ def listed(file: str) -> list[dict[str, Any]]:
 def is_list(file: str) -> bool:
     """Whether a file begins as a list of JSON does."""
     with open(file, "rb") as opened:
-        return opened.read(64).lstrip().startswith(b"[")
+        return opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
