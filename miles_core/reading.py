@@ -30,7 +30,8 @@ def parse_json(text: str | bytes) -> Any:
         return value
     level = [value]
     for _ in range(DEPTH + 1):
-        if any(_surrogate(item) for item in level if isinstance(item, str)):
+        if any("\ud800" <= char <= "\udfff" for item in level if isinstance(item, str) and not item.isascii()
+               for char in item):
             raise ValueError("it holds a lone surrogate (\\ud800 to \\udfff), which is not text")
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
@@ -75,10 +76,6 @@ def sliced(path: str) -> tuple[str, slice]:
         raise DataError("the slice should have the form @[a:b]", code="slice-malformed", got=cut, who=name,
                         fix="for instance data.jsonl@[0:1000]")
     return name, slice(*(int(edge) if edge else None for edge in span.groups()))
-
-
-def _surrogate(text: str) -> bool:
-    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
 
 
 @contextlib.contextmanager

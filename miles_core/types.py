@@ -53,7 +53,7 @@ class Prompt:
         row: line of the dataset it comes from, counted from 0.
         text: the rendered text that the token ids stand for.
         token_ids: what the engine is given; never tokenised again later.
-        label: ground truth for the scorers; of an object its JSON, and `metadata` has the object.
+        label: ground truth for the scorers; of an object or list its JSON, and `metadata` has it.
         metadata: whatever else the dataset's row carries; scorers and generators may read it.
         messages: the conversation before rendering, where the dataset holds one.
         stream: "train", or the name of an eval dataset.

@@ -270,3 +270,7 @@ def check_answers(config: RunConfig, files: Sequence[File], name: str, key: str 
                                 if answer is not None else f"nothing under {key or file.how.label_key!r}",
                                 fix="complete the row or leave it out, or name the right key",
                                 code="answer-column-empty")
+            if isinstance(answer, list) and key is None:
+                raise DataError(f"{name!r} compares with one answer, and here is a list: no answer would be right",
+                                got=json.dumps(answer)[:80], who=where, code="label-is-list",
+                                fix="write the one that is meant, or use a scorer of your own, which is given the list")
