@@ -25,6 +25,9 @@ LARGEST_REWARD = 3.4028234663852886e38
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in --save, or --load, that names the last checkpoint; written last, so what it names is complete."""
 
+IMAGES = "image_files"
+"""In the metadata of prompts and samples: names of files in the run's folder of images, the SHA-256 of each."""
+
 LOCK = ".lock"
 """The file in --save that the run which saves there holds."""
 
@@ -110,6 +113,12 @@ class Sample:
     def name(self) -> str:
         """How messages refer to this sample."""
         return f"{self.prompt.stream} prompt {self.prompt.uid} (row {self.prompt.row}), sample {self.index}"
+
+
+def images_of(*owners: Prompt | Sample) -> list[str]:
+    """Names of their images: a prompt's, then those of later turns, of its sample. A row's own column has none."""
+    found = (one.metadata.get(IMAGES) for one in owners)
+    return [name for names in found if isinstance(names, list | tuple) for name in names if len(str(name)) == 64]
 
 
 @dataclass(slots=True)

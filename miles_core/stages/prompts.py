@@ -170,7 +170,7 @@ class Rendering:
         """
         rows = self._rows
         limit = min(rows.max_prompt_len or rows.context - 1, rows.context - 1)
-        size = len(str(self._source(row, record)))
+        size = len(str(self.source(row, record)))
         if self._around < 0:  # what the template writes beside messages: a preamble, tools
             self._around = max(len(self(row, row, record).text) - size, 64)
         if 4 * (size + self._around) <= limit:  # a byte-level token is at least a byte, a character at most four
@@ -187,7 +187,7 @@ class Rendering:
         Raises:
             DataError: a row without the prompt or the label, or one that the chat template refuses.
         """
-        rows, source = self._rows, self._source(row, record)
+        rows, source = self._rows, self.source(row, record)
         messages = source if isinstance(source, list) else None
         if rows.template is not None:
             messages = messages or [{"role": "user", "content": source}]
@@ -207,13 +207,14 @@ class Rendering:
                       {k: v for k, v in record.items() if k not in apart} | metadata | dict(rows.metadata),
                       None if messages is None else tuple(messages), rows.stream)
 
-    def _source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    def source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Text, or chat messages, as the row has them."""
         source = self._field(row, record, self._rows.input_key, "input-key")
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
             raise DataError(f"{self._rows.input_key!r} should be text or a list of chat messages", who=self._where(row),
-                            got=type(source).__name__ if source else "nothing", code="prompt-not-text-or-chat",
-                            fix='write "..." or [{"role": "user", "content": "..."}]')
+                            code="prompt-not-text-or-chat", fix='write "..." or [{"role": "user", "content": "..."}]',
+                            got=type(source).__name__ if source else "nothing")
         if chat and self._rows.template is None:
             raise DataError(f"{self._rows.input_key!r} is a list of chat messages", who=self._where(row),
                             fix="add --apply-chat-template", code="prompt-is-chat")
