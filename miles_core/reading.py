@@ -30,8 +30,7 @@ def parse_json(text: str | bytes) -> Any:
         return value
     level = [value]
     for _ in range(DEPTH + 1):
-        if any("\ud800" <= char <= "\udfff" for item in level if isinstance(item, str) and not item.isascii()
-               for char in item):
+        if any(re.search("[\ud800-\udfff]", text) for text in level if isinstance(text, str)):
             raise ValueError("it holds a lone surrogate (\\ud800 to \\udfff), which is not text")
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
