@@ -28,16 +28,12 @@ def load_tokenizer(config: RunConfig) -> Any:
         ConfigError: no --hf-checkpoint.
         DataError: the tokenizer does not keep apart what is tokenised apart.
     """
-    from pathlib import Path
-
-    from transformers import AutoTokenizer
+    from miles_core import build
 
     if config.checkpoint.hf_checkpoint is None:
         raise ConfigError("sft needs a tokenizer", code="sft-tokenizer-missing", who="checkpoint.hf_checkpoint",
                           fix="pass --hf-checkpoint FOLDER")
-    tokenizer = AutoTokenizer.from_pretrained(config.checkpoint.hf_checkpoint)
-    if config.rollout.chat_template_path is not None:
-        tokenizer.chat_template = Path(config.rollout.chat_template_path).read_text(encoding="utf-8")
+    tokenizer = build.load_tokenizer(config)
     one = tokenizer("a", add_special_tokens=False)["input_ids"]
     if tokenizer.decode([*one, *one]).strip() != "aa":
         raise DataError("the tokenizer writes a space before every text, so prompt and answer cannot be joined",
