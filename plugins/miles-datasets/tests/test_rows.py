@@ -19,6 +19,7 @@ from miles_datasets.source import Source
 
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
+from miles_core.reading import field_of
 
 ROWS = [{"q": f"question {i}", "a": str(i), "level": f"{i % 3}"} for i in range(50)]
 CHAT = [{"q": [{"role": "system", "content": "s"}, {"role": "user", "content": f"u{i}"}], "a": str(i), "n": i,
@@ -264,6 +265,9 @@ def test_labels_behind_a_mark(read, tmp_path):
     assert table[0] == {"question": "2+2?", "answer": "4"}
     with pytest.raises(DataError, match="row 1"):
         table[1]
+    nested = write(tmp_path / "nested.json", [{"q": "2+2?", "graded": {"answer": "#### 4"}}])
+    [row] = read(nested, label_key="graded.answer", label_after="####")
+    assert field_of(row, "graded.answer") == "4"
 
 
 def test_a_beginning_is_the_first_rows_and_knows_how_many_there_are(read, tmp_path):

@@ -126,6 +126,15 @@ def test_a_plan_imports_neither_torch_nor_the_package(data, tmp_path):
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def test_a_mark_in_jsonl_is_not_passed_over(data, tmp_path):
+    path = data.with_suffix(".jsonl")
+    path.write_text('{"question": "2+2?", "answer": "#### 4"}\n')
+    with pytest.raises(ConfigError) as caught:
+        plan(tmp_path, **{"prompt_data": str(data), "datasets.label_after": "####", "eval.eval_interval": 1,
+                          "eval.eval_prompt_data": ["some", str(path)]})
+    assert caught.value.code == "label-mark-unread"
+
+
 def test_a_mark_is_some_text(data, tmp_path):
     with pytest.raises(ConfigError, match="label_after"):
         plan(tmp_path, **{"prompt_data": str(data), "datasets.label_after": ""})

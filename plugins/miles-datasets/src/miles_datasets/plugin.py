@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
+from miles_core.reading import format_of
 
 if TYPE_CHECKING:
     from miles_core.stages.prompts import PromptSource, Records
@@ -41,6 +42,11 @@ class Datasets:
         if options.label_after == "":
             raise ConfigError("datasets.label_after should be a mark", got="nothing", who="datasets.label_after",
                               fix="for instance ####", code="label-mark-empty")
+        paths = [path for path in (config.rollout.prompt_data, *(one["path"] for one in config.eval.every)) if path]
+        if options.label_after and (jsonl := [path for path in paths if format_of(path) == "jsonl"]):
+            raise ConfigError("JSONL is read by the core, which leaves labels as they are", got=jsonl[0],
+                              who="datasets.label_after", fix="call it .json, which is read here, also line by line",
+                              code="label-mark-unread")
 
     @hookimpl("read_rows", name="parquet")
     def parquet(self, path: str, most: int | None) -> Records:

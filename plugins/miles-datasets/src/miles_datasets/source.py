@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.errors import DataError
-from miles_core.reading import format_of, sliced
+from miles_core.reading import field_of, format_of, sliced
 from miles_datasets import in_order
 
 if TYPE_CHECKING:
@@ -128,12 +128,16 @@ class Source:
 
     def _marked(self, row: Row, number: int, mark: str) -> Row:
         for key in self._labels:
-            if isinstance(text := row.get(key), str):
+            try:
+                text = field_of(row, key)
+            except KeyError:  # of another dataset
+                continue
+            if isinstance(text, str):
                 _, mark_there, label = text.rpartition(mark)
                 if not mark_there:
                     raise DataError(f"the label {key!r} has no {mark}", got=text[-40:], who=self.where(number),
                                     fix="leave the row out, or --datasets.label-after", code="label-mark-missing")
-                row = {**row, key: label.strip()}
+                row = {**row, key: label.strip()}  # a key with dots comes before what lies in objects
         return row
 
     def _kind(self) -> str:
