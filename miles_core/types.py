@@ -117,8 +117,8 @@ class Sample:
 
 def images_of(*owners: Prompt | Sample) -> list[str]:
     """Names of their images: a prompt's, then those of later turns, of its sample. A row's own column has none."""
-    found = (one.metadata.get(IMAGES) for one in owners)
-    return [name for names in found if isinstance(names, list | tuple) for name in names if len(str(name)) == 64]
+    fields = (one.metadata.get(IMAGES) for one in owners)
+    return [name for names in fields if isinstance(names, list | tuple) for name in names if len(str(name)) == 64]
 
 
 @dataclass(slots=True)

@@ -168,9 +168,9 @@ def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
     own (perf/score_time, perf/sync_time, ...) are taken as they are.
     """
     perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
-    there = {stage: next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
-             for stage, sources in _TIMERS.items()}
-    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in names) for stage, names in there.items()}
+    timers = {stage: next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
+              for stage, sources in _TIMERS.items()}
+    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in names) for stage, names in timers.items()}
     if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
         spent["train"] = max(0.0, spent["train"] - spent["score"])
     return {stage: seconds for stage, seconds in spent.items() if seconds > 0}

@@ -72,18 +72,6 @@ def test_an_object_as_the_label_is_nobodys_answer(tokenizer):
     assert rewards == [0.0, 1.0]
 
 
-def test_a_list_as_the_label_is_nobodys_answer(tokenizer):
-    row = {"prompt": [USER], "label": ["2", "two"]}
-    assert "'label' is a list" in told(row)
-    math = Math(MathOptions())
-    try:
-        rewards = [math.math(SimpleNamespace(text=f"\\boxed{{{one}}}", prompt=prompt(tokenizer, row), metadata={},
-                                             name="x")) for one in row["label"]]
-    finally:
-        math.finish()
-    assert rewards == [0.0, 0.0]
-
-
 def test_a_label_that_every_row_lacks_scores_nothing():
     assert "no row has a ground truth" in told(ROW | {"label": ""}, flags=("--rm-type", "gpqa"))
     assert not any(normalized([0.0] * 8))

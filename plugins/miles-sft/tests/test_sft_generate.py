@@ -310,7 +310,7 @@ def test_a_template_that_ends_every_text_is_not_cut_in_the_middle(checkpoint):
     assert trained(sft, sample) == f"B{CLOSE}\n{EOS}"
     with pytest.raises(DataError) as caught:
         generate(plugin(checkpoint, template, alone), messages=chat("a", "B", "c", "D"))
-    assert caught.value.code == "sft-answer-opening-differs"
+    assert caught.value.code == "sft-turns-not-apart"
 
 
 @pytest.mark.parametrize("kind", ["qwen", "qwen3", "qwen3_5"])

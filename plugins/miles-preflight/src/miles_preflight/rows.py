@@ -260,9 +260,8 @@ def check_answers(config: RunConfig, files: Sequence[File], name: str, key: str 
                                 if answer is not None else f"nothing under {key or file.how.label_key!r}",
                                 fix="complete the row or leave it out, or name the right key",
                                 code="answer-column-empty")
-            if isinstance(answer, dict | list) and key is None and not generates:
-                kind = "an object" if isinstance(answer, dict) else "a list"
-                raise DataError(f"{file.how.label_key!r} is {kind}, and {name!r} compares with one text", who=where,
-                                got=", ".join(map(str, answer)),
-                                fix="name what in it is the ground truth, --label-key KEY.NAME, or write the one "
-                                "answer; a scorer of your own finds all in the metadata", code="label-is-object")
+            if isinstance(answer, dict) and key is None and not generates:
+                raise DataError(f"{file.how.label_key!r} is an object, and {name!r} compares with text", who=where,
+                                got=", ".join(answer), fix="name what in it is the ground truth: --label-key "
+                                f"{file.how.label_key}.{next(iter(answer))}; all of it is in the sample's metadata",
+                                code="label-is-object")

@@ -99,14 +99,14 @@ def _as_shown(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained:
     whole = render(tokenizer, messages, arguments, where, opening=False)
     end = _end(tokenizer, arguments, where)
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    encoded, at, found = EncodedConversation([], []), 0, bool(line and end) and whole.count(line + newline)
+    encoded, at, openings = EncodedConversation([], []), 0, bool(line and end) and whole.count(line + newline)
     for i in answers:
         start = whole.find(line + newline, at) + len(line + newline)
         start += len(tag) if whole.startswith(tag, start) else 0
         stop = whole.find(end, start) + len(end)
-        if found != len(answers) or not at < start < stop:
+        if openings != len(answers) or not at < start < stop:
             raise DataError(f"the chat template's text shows no answer for message {i}", who=where,
-                            got=f"{len(answers)} answers, and {line + newline!r} opens {found:d} of them, "
+                            got=f"{len(answers)} answers, and {line + newline!r} opens {openings:d} of them, "
                             f"{end!r} ends one", fix="leave --loss-mask-type out, or --chat-template-path with a "
                             "template that has {% generation %} blocks", code="sft-answer-not-in-text")
         _append(encoded, tokenizer, whole[at:start], trained=False)
@@ -125,7 +125,7 @@ def _turn(tokenizer: Any, arguments: Mapping[str, object], where: str) -> tuple[
     closed, opened = (render(tokenizer, [USER], arguments, where, opening=opening) for opening in (False, True))
     if not opened.startswith(closed):
         raise DataError("the chat template renders a message differently when an answer follows, so turns cannot be "
-                        "told apart", code="sft-answer-opening-differs", who=where, got=closed[-40:],
+                        "told apart", code="sft-turns-not-apart", who=where, got=closed[-40:],
                         fix="--chat-template-path with a template that has {% generation %} blocks")
     return closed, opened
 
