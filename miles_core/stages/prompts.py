@@ -231,7 +231,7 @@ class Rendering:
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """With its parts as one text where all are: templates that know no parts write Python's, or none of them."""
-    parts = message.get("content") if isinstance(message.get("content"), list) else ()
+    parts: Any = message.get("content") if isinstance(message.get("content"), list) else ()
     texts = [part.get("text") or "" for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     return {**message, "content": "".join(texts)} if texts and len(texts) == len(parts) else message
 

@@ -154,7 +154,7 @@ def _cells(file: str, lines: Iterator[list[str]], width: int) -> Iterator[list[s
             raise DataError("the row has more cells than the first line names", code="data-row-too-wide",
                             got=cells[width:], who=f"{file}, row {number}",
                             fix='put a cell with a delimiter into quotes, "1,000"; end no line with one')
-        yield cells if len(cells) == width else [*cells, *[None] * (width - len(cells))]
+        yield [*cells, *[None] * (width - len(cells))]
 
 
 def _named(names: list[str], cells: list[str | None]) -> Iterator[Row]:
