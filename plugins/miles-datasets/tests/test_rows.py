@@ -146,6 +146,14 @@ def test_a_folder_is_read_as_its_files_are_by_run_plan_and_stream(read, tmp_path
         assert list(read(tmp_path / name)) == rows
 
 
+def test_a_quote_that_stays_open_takes_no_rows_with_it(read, tmp_path):
+    (tmp_path / "a.csv").write_text('q,a\nsay "x",1\n"y,2\nz,3\n')
+    for most in (None, 65536):
+        with pytest.raises(DataError, match="a.csv, row 1") as caught:
+            list(read(tmp_path / "a.csv", most))
+        assert caught.value.code == "data-row-not-csv"
+
+
 def test_every_file_of_a_folder_is_held_to_its_columns_where_it_is_read(read, tmp_path):
     (tmp_path / "train-0.csv").write_text("q,a\nx,1\n")
     (tmp_path / "train-1.csv").write_text("a,q\n2,y\n")

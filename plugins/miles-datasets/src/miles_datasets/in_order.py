@@ -149,12 +149,20 @@ def _lines(file: str) -> Iterator[tuple[list[str], Iterator[list[str | None]]]]:
 
 def _cells(file: str, lines: Iterator[list[str]], width: int) -> Iterator[list[str | None]]:
     """Of each line that is not blank as many as there are columns, None for those that it lacks."""
-    for number, cells in enumerate(line for line in lines if len(line) > 1 or "".join(line).strip()):
-        if len(cells) > width:
-            raise DataError("the row has more cells than the first line names", code="data-row-too-wide",
-                            got=cells[width:], who=f"{file}, row {number}",
-                            fix='put a cell with a delimiter into quotes, "1,000"; end no line with one')
-        yield [*cells, *[None] * (width - len(cells))]
+    number = 0
+    try:
+        for cells in lines:
+            if len(cells) > width:
+                raise DataError("the row has more cells than the first line names", code="data-row-too-wide",
+                                got=cells[width:], who=f"{file}, row {number}",
+                                fix='put a cell with a delimiter into quotes, "1,000"; end no line with one')
+            if len(cells) > 1 or "".join(cells).strip():
+                yield [*cells, *[None] * (width - len(cells))]
+                number += 1
+    except csv.Error as error:
+        raise DataError("the row is not CSV", code="data-row-not-csv", got=str(error), who=f"{file}, row {number}",
+                        fix='close a cell that begins with a quote by another, and double those within: "a ""b"""'
+                        ) from None
 
 
 def _named(names: list[str], cells: list[str | None]) -> Iterator[Row]:
