@@ -96,7 +96,7 @@ class Cutter:
             if bucket is None:
                 turn, count = count % self.buffers, count + 1
                 self.before(turn)
-                need = max(self.limit, self._room(group))
+                need = max(self.limit, self._end(None, group))
                 if memory[turn] is None or memory[turn].numel() < need:
                     memory[turn] = None  # before the larger one is asked for
                     memory[turn] = self.allocate(turn, need, group[0][1].device)
@@ -105,9 +105,6 @@ class Cutter:
             del group
         if bucket is not None:
             yield bucket
-
-    def _room(self, group: list) -> int:
-        return sum(tensor.numel() * dtype.itemsize + max(self.alignment, dtype.itemsize) for _, tensor, dtype in group)
 
     def _start(self, end: int, dtype: torch.dtype) -> int:
         return end + -end % max(self.alignment, dtype.itemsize)

@@ -21,7 +21,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: anything else, numbers of thousands of digits included; a JSONDecodeError where it is no JSON.
     """
-    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    text = text.decode("utf-8-sig" if text[:1] == b"\xef" else "utf-8") if isinstance(text, bytes) else text
     try:
         value = json.loads(text)
     except RecursionError:
@@ -30,7 +30,7 @@ def parse_json(text: str | bytes) -> Any:
         return value
     level = [value]
     for _ in range(DEPTH + 1):
-        if any(_surrogate(item) for item in level if isinstance(item, str)):
+        if any(re.search("[\ud800-\udfff]", text) for text in level if isinstance(text, str)):
             raise ValueError("it holds a lone surrogate (\\ud800 to \\udfff), which is not text")
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
@@ -75,10 +75,6 @@ def sliced(path: str) -> tuple[str, slice]:
         raise DataError("the slice should have the form @[a:b]", code="slice-malformed", got=cut, who=name,
                         fix="for instance data.jsonl@[0:1000]")
     return name, slice(*(int(edge) if edge else None for edge in span.groups()))
-
-
-def _surrogate(text: str) -> bool:
-    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
 
 
 @contextlib.contextmanager

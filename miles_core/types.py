@@ -25,6 +25,9 @@ LARGEST_REWARD = 3.4028234663852886e38
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in --save, or --load, that names the last checkpoint; written last, so what it names is complete."""
 
+IMAGES = "image_files"
+"""In the metadata of prompts and samples: names of files in the run's folder of images, the SHA-256 of each."""
+
 LOCK = ".lock"
 """The file in --save that the run which saves there holds."""
 
@@ -53,7 +56,7 @@ class Prompt:
         row: line of the dataset it comes from, counted from 0.
         text: the rendered text that the token ids stand for.
         token_ids: what the engine is given; never tokenised again later.
-        label: ground truth for the scorers; of an object its JSON, and `metadata` has the object.
+        label: ground truth for the scorers; of an object or list its JSON, and `metadata` has it.
         metadata: whatever else the dataset's row carries; scorers and generators may read it.
         messages: the conversation before rendering, where the dataset holds one.
         stream: "train", or the name of an eval dataset.
@@ -110,6 +113,12 @@ class Sample:
     def name(self) -> str:
         """How messages refer to this sample."""
         return f"{self.prompt.stream} prompt {self.prompt.uid} (row {self.prompt.row}), sample {self.index}"
+
+
+def images_of(*owners: Prompt | Sample) -> list[str]:
+    """Names of their images: a prompt's, then those of later turns, of its sample. A row's own column has none."""
+    fields = (one.metadata.get(IMAGES) for one in owners)
+    return [name for names in fields if isinstance(names, list | tuple) for name in names if len(str(name)) == 64]
 
 
 @dataclass(slots=True)

@@ -168,8 +168,9 @@ def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
     own (perf/score_time, perf/sync_time, ...) are taken as they are.
     """
     perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
-    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in _first(perf, sources))
-            for stage, sources in _TIMERS.items()}
+    timers = {stage: next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
+              for stage, sources in _TIMERS.items()}
+    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in names) for stage, names in timers.items()}
     if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
         spent["train"] = max(0.0, spent["train"] - spent["score"])
     return {stage: seconds for stage, seconds in spent.items() if seconds > 0}
@@ -187,10 +188,6 @@ _TIMERS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Stage -> timers that make it up, the first set of which any is there; in the order of the loop."""
 
 STAGES = tuple(_TIMERS)
-
-
-def _first(perf: Mapping[str, float], sources: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    return next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
 
 
 def _limits(path: str | os.PathLike[str]) -> list[tuple[float, float]]:

@@ -136,7 +136,8 @@ def _unpack(data: bytes) -> tuple[dict, list[Sample]]:
     for key, array in arrays.items():
         index, _, name = key.partition(".")
         columns[int(index)][name] = array
-    return meta, [_sample(record, arrays_of) for record, arrays_of in zip(meta["samples"], columns, strict=True)]
+    return meta, [Sample(**{**one, "prompt": _prompt(one["prompt"]), "status": Status(one["status"])}, columns=own)
+                  for one, own in zip(meta["samples"], columns, strict=True)]
 
 
 def _sum(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -194,11 +195,6 @@ def _record(sample: Sample) -> dict:
         "index": sample.index, "text": sample.text, "response_length": sample.response_length,
         "status": str(sample.status), "rewards": sample.rewards, "reward": sample.reward, "rollout": sample.rollout,
         "metadata": sample.metadata})}
-
-
-def _sample(record: dict, columns: dict[str, np.ndarray]) -> Sample:
-    return Sample(**{**record, "prompt": _prompt(record["prompt"]), "status": Status(record["status"])},
-                  columns=columns)
 
 
 def _plain(value: object) -> object:

@@ -28,7 +28,7 @@ import orjson
 
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import publish
-from miles_core.types import Sample
+from miles_core.types import Sample, images_of
 
 MAX_GROUPS = 64
 
@@ -85,7 +85,7 @@ def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, obj
     return {
         "prompt_uid": sample.prompt.uid, "row": sample.prompt.row, "index": sample.index,
         "prompt": sample.prompt.text,
-        "images": [name for one in (sample.prompt, sample) for name in one.metadata.get("image_files", ())],
+        "images": images_of(sample.prompt, sample),
         "response": sample.text,
         "pieces": [*map(decode_piece, ids)],
         "token_ids": ids,

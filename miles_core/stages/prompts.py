@@ -157,14 +157,10 @@ def shuffled(count: int, seed: int, *epoch: int) -> np.ndarray:
 
 
 class Rendering:
-    """Makes prompts of single rows.
-
-    Args:
-        where: how messages refer to a row.
-    """
+    """Makes prompts of single rows; `where` is how messages refer to one."""
 
     def __init__(self, rows: Rows, where: Callable[[int], str], tokenizer: Any):
-        self._rows, self._where, self._tokenizer = rows, where, tokenizer
+        self._rows, self._where, self._tokenizer, self._around = rows, where, tokenizer, -1
 
     def fits(self, row: int, record: Mapping[str, Any]) -> bool:
         """Whether a prompt is no longer than the limit. Only one that could be, by its bytes, is tokenised for it.
@@ -174,9 +170,10 @@ class Rendering:
         """
         rows = self._rows
         limit = min(rows.max_prompt_len or rows.context - 1, rows.context - 1)
-        source = self._source(row, record)
-        size = sum(len(str(m.get("content", ""))) + 32 for m in source) if isinstance(source, list) else len(source)
-        if 4 * size + 256 <= limit:  # a byte-level token is at least a byte, a character at most four
+        size = len(str(self.source(row, record)))
+        if self._around < 0:  # what the template writes beside messages: a preamble, tools
+            self._around = max(len(self(row, row, record).text) - size, 64)
+        if 4 * (size + self._around) <= limit:  # a byte-level token is at least a byte, a character at most four
             return True
         length = len(self(row, row, record).token_ids)
         if length > limit and rows.max_prompt_len is None:
@@ -190,7 +187,7 @@ class Rendering:
         Raises:
             DataError: a row without the prompt or the label, or one that the chat template refuses.
         """
-        rows, source = self._rows, self._source(row, record)
+        rows, source = self._rows, self.source(row, record)
         messages = source if isinstance(source, list) else None
         if rows.template is not None:
             messages = messages or [{"role": "user", "content": source}]
@@ -204,23 +201,24 @@ class Rendering:
             raise DataError(f"{rows.metadata_key!r} should be an object", code="metadata-not-object",
                             got=type(metadata).__name__, who=self._where(row),
                             fix="write {...}, or name another key with --metadata-key")
-        whole = isinstance(label, dict)  # as text in the label, and itself beside it
+        whole = isinstance(label, dict | list)  # as text in the label, and itself beside it
         apart = {rows.input_key} if whole else {rows.input_key, rows.label_key}
         return Prompt(uid, row, text, tuple(ids), json.dumps(label) if whole else None if label is None else str(label),
                       {k: v for k, v in record.items() if k not in apart} | metadata | dict(rows.metadata),
                       None if messages is None else tuple(messages), rows.stream)
 
-    def _source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    def source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Text, or chat messages, as the row has them."""
         source = self._field(row, record, self._rows.input_key, "input-key")
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
             raise DataError(f"{self._rows.input_key!r} should be text or a list of chat messages", who=self._where(row),
-                            got=type(source).__name__ if source else "nothing", code="prompt-not-text-or-chat",
-                            fix='write "..." or [{"role": "user", "content": "..."}]')
+                            code="prompt-not-text-or-chat", fix='write "..." or [{"role": "user", "content": "..."}]',
+                            got=type(source).__name__ if source else "nothing")
         if chat and self._rows.template is None:
             raise DataError(f"{self._rows.input_key!r} is a list of chat messages", who=self._where(row),
                             fix="add --apply-chat-template", code="prompt-is-chat")
-        return cast("str | list[dict[str, Any]]", source)
+        return list(map(_as_text, source)) if isinstance(source, list) else cast("str", source)
 
     def _field(self, row: int, record: Mapping[str, Any], key: str, flag: str) -> Any:
         try:
@@ -229,6 +227,13 @@ class Rendering:
             raise DataError(f"the row has no key {key!r}", got=", ".join(record), who=self._where(row),
                             fix=f"name the right key with --{'eval-' * (self._rows.stream != 'train')}{flag}",
                             code="row-key-missing") from None
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """With its parts as one text where all are: templates that know no parts write Python's, or none of them."""
+    parts: Any = message.get("content") if isinstance(message.get("content"), list) else ()
+    texts = [part.get("text") or "" for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    return {**message, "content": "".join(texts)} if texts and len(texts) == len(parts) else message
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dict[str, object], where: str) -> str:

@@ -75,6 +75,7 @@ def test_a_label_that_is_an_object_is_one_again():
     label = {"ground_truth": {"target": ["Paris"]}}
     prompt = Prompt(0, 0, "", (), json.dumps(label), {"reward_model": label})  # as the core makes it of such a row
     assert label_of(prompt) == label
+    assert label_of(Prompt(0, 0, "", (), '["a", "b"]', {"answers": ["a", "b"]})) == ["a", "b"]
     for text in ("{1, 2}", '{"a": 1}', "7", "{"):
         assert label_of(Prompt(0, 0, "", (), text)) == text
 

@@ -1,10 +1,14 @@
 """Rows of every format are those of JSONL: the same prompts in the same order, and what cannot be read says why."""
 
 import base64
+import codecs
 import datetime
 import decimal
+import gzip
 import json
+import os
 import shutil
+import uuid
 
 import pyarrow
 import pyarrow.parquet
@@ -15,6 +19,7 @@ from miles_datasets.source import Source
 
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
+from miles_core.reading import field_of
 
 ROWS = [{"q": f"question {i}", "a": str(i), "level": f"{i % 3}"} for i in range(50)]
 CHAT = [{"q": [{"role": "system", "content": "s"}, {"role": "user", "content": f"u{i}"}], "a": str(i), "n": i,
@@ -64,6 +69,21 @@ def test_values_are_what_json_has(read, tmp_path):
     assert row == {"day": "2026-05-01", "at": "2026-05-01T12:00:00", "none": None, "price": "1.50", "took": 90.0,
                    "nested": [{"day": "2026-05-02"}]}
     json.dumps(row)
+
+
+def test_maps_are_objects_and_schemas_of_tools_have_no_keys_of_others(tmp_path):
+    """In a stream and a plan; the package datasets, which makes tables, has no maps."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "int"}}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"b": "str"}}}
+    columns = {"q": ["x", "y"], "tools": [[tool], [other]], "kind": pyarrow.array(["u", "v"]).dictionary_encode(),
+               "id": pyarrow.array([uuid.UUID(int=1).bytes] * 2, pyarrow.uuid()),
+               "at": pyarrow.array([[("k", datetime.date(2026, 5, 1))], None],
+                                   pyarrow.map_(pyarrow.string(), pyarrow.date32()))}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "data.parquet")
+    rows = [{"q": "x", "tools": [tool], "kind": "u", "id": str(uuid.UUID(int=1)), "at": {"k": "2026-05-01"}},
+            {"q": "y", "tools": [other], "kind": "v", "id": str(uuid.UUID(int=1)), "at": None}]
+    path = str(tmp_path / "data.parquet")
+    assert list(Source(path).stream()) == list(Datasets(DatasetsOptions(), RunConfig()).parquet(path, 65536)) == rows
 
 
 def text(data):
@@ -127,6 +147,55 @@ def test_two_columns_of_one_name_are_refused_and_unnamed_ones_are_not(read, tmp_
     for most in (None, 65536):
         assert list(read(str(tmp_path / "b.csv"), most)) == [
             {"Unnamed: 0": "0", "q": "x", "a": "1", "Unnamed: 3": "", "Unnamed: 4": ""}]
+@pytest.mark.parametrize(("name", "text", "rows"), [
+    ("train.csv", "q,a\n007,1.50\n\n2026-05-01,\nx\n",
+     [{"q": "007", "a": "1.50"}, {"q": "2026-05-01", "a": ""}, {"q": "x", "a": None}]),
+    ("train.jsonl", '{"q": "2026-05-01", "a": {"x": 1}}\n{"q": "5", "a": 6}\n',
+     [{"q": "2026-05-01", "a": {"x": 1}}, {"q": "5", "a": 6}]),
+    ("train.json", '[{"q": "2026-05-01", "a": {"x": 1}}, {"q": "7"}]',
+     [{"q": "2026-05-01", "a": {"x": 1}}, {"q": "7"}]),
+])
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_a_folder_is_read_as_its_files_are_by_run_plan_and_stream(read, tmp_path, name, text, rows, mark):
+    """No number is made of 007, no time of a date, no key of one row is in another."""
+    (tmp_path / name).write_bytes(mark + text.encode())
+    assert list(read(tmp_path)) == list(read(tmp_path, 65536)) == rows
+    if name != "train.json":  # a list
+        assert list(Source(str(tmp_path)).stream()) == rows
+    if name != "train.jsonl":  # the core's
+        assert list(read(tmp_path / name)) == rows
+
+
+def test_a_quote_that_stays_open_takes_no_rows_with_it(read, tmp_path):
+    (tmp_path / "a.csv").write_text('q,a\nsay "x",1\n"y,2\nz,3\n')
+    for most in (None, 65536):
+        with pytest.raises(DataError, match="a.csv, row 1") as caught:
+            list(read(tmp_path / "a.csv", most))
+        assert caught.value.code == "data-row-not-csv"
+
+
+def test_every_file_of_a_folder_is_held_to_its_columns_where_it_is_read(read, tmp_path):
+    (tmp_path / "train-0.csv").write_text("q,a\nx,1\n")
+    (tmp_path / "train-1.csv").write_text("a,q\n2,y\n")
+    assert list(read(tmp_path)) == [{"q": "x", "a": "1"}, {"q": "y", "a": "2"}]
+    for text, code in (("q,a\nWhat is 1,000+1?,1001\n", "data-row-too-wide"), ("q,b\ny,2\n", "data-columns-differ")):
+        (tmp_path / "train-1.csv").write_text(text)
+        with pytest.raises(DataError, match="train-1.csv") as caught:
+            list(read(tmp_path))
+        assert caught.value.code == code
+    (tmp_path / "train-1.csv.gz").write_bytes(gzip.compress(b"q,a\ny,2\n"))
+    (tmp_path / "train-1.csv").unlink()
+    with pytest.raises(DataError, match="train-1.csv.gz") as caught:
+        read(tmp_path, 65536)
+    assert caught.value.code == "data-kind-unread"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_file_in_the_place_of_another_is_read_whatever_its_time(read, tmp_path, kind):
+    """The package knows files by name and time; archives give the same time to all they hold."""
+    for answer in ("1", "2"):
+        os.utime(write(tmp_path / f"data.{kind}", [{"q": "x", "a": answer}]), (10**9, 10**9))
+        assert list(read(tmp_path / f"data.{kind}")) == [{"q": "x", "a": answer}]
 
 
 def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_path):
@@ -224,6 +293,9 @@ def test_labels_behind_a_mark(read, tmp_path):
     assert table[0] == {"question": "2+2?", "answer": "4"}
     with pytest.raises(DataError, match="row 1"):
         table[1]
+    nested = write(tmp_path / "nested.json", [{"q": "2+2?", "graded": {"answer": "#### 4"}}])
+    [row] = read(nested, label_key="graded.answer", label_after="####")
+    assert field_of(row, "graded.answer") == "4"
 
 
 def test_a_beginning_is_the_first_rows_and_knows_how_many_there_are(read, tmp_path):

@@ -109,6 +109,7 @@ def test_without_the_plugin_a_plan_says_what_to_install(data, tmp_path, monkeypa
 
 def test_without_the_packages_it_stands_on_an_error_says_what_to_install(read, data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "miles_datasets.builders", raising=False)
     with pytest.raises(DataError, match="pip install datasets"):
         read(data)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -123,6 +124,15 @@ def test_a_plan_imports_neither_torch_nor_the_package(data, tmp_path):
             f"prepare(Path({str(path)!r})); print({{'torch', 'transformers', 'datasets'}} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_mark_in_jsonl_is_not_passed_over(data, tmp_path):
+    path = data.with_suffix(".jsonl")
+    path.write_text('{"question": "2+2?", "answer": "#### 4"}\n')
+    with pytest.raises(ConfigError) as caught:
+        plan(tmp_path, **{"prompt_data": str(data), "datasets.label_after": "####", "eval.eval_interval": 1,
+                          "eval.eval_prompt_data": ["some", str(path)]})
+    assert caught.value.code == "label-mark-unread"
 
 
 def test_a_mark_is_some_text(data, tmp_path):

@@ -108,12 +108,13 @@ def test_a_model_without_a_tokenizer_is_given_empty_prompts(tmp_path):
     assert load_tokenizer(RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path))))("1+1=")["input_ids"] == []
 
 
-def test_a_first_token_that_stands_there_twice(changed_tokenizer):
+@pytest.mark.parametrize("said", [True, None])
+def test_a_first_token_that_stands_there_twice(said, changed_tokenizer):
     processor = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
                                                           {"Sequence": {"id": "A", "type_id": 0}}],
                  "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
                  "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [257], "tokens": ["<|im_start|>"]}}}
-    folder = changed_tokenizer(processor, bos_token="<|im_start|>", add_bos_token=True)
+    folder = changed_tokenizer(processor, bos_token="<|im_start|>", add_bos_token=said)
     shutil.copy(TINY / "config.json", folder)
     flags = ["--hf-checkpoint", str(folder), "--plan-without-weights", "--prompt-data", "{here}/rows.jsonl"]
     case = {"id": "one", "flags": flags, "without": ["--apply-chat-template"],

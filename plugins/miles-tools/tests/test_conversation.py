@@ -255,6 +255,18 @@ def test_a_turn_that_a_stop_string_ended_is_closed_by_the_suffix(talks, tokenize
     assert sample.columns["loss_mask"][len("<calc>1+1</calc>")] == 0
 
 
+def test_an_end_that_the_tokenizer_s_settings_do_not_name_stands_there_once(tokenizer):
+    """As Phi's <|end|> and Llama's <|eom_id|>: special, but only added to the vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>",
+                                    chat_template=tokenizer.chat_template)
+    template, end = Template(plain, {}), plain.convert_tokens_to_ids("<|im_end|>")
+    assert end not in plain.all_special_ids
+    suffix = template.suffix([{"role": "tool", "content": "2"}], end)
+    assert suffix and suffix[0] != end and template.without_end([5, end]) == [5]
+
+
 @pytest.mark.parametrize("cut", range(4))
 def test_a_conversation_that_was_called_back_goes_on_where_it_was(talks, tokenizer, cut):
     turns = ["<calc>12*34</calc><|im_end|>", "\\boxed{408}<|im_end|>"]

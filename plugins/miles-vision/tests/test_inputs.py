@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def vision(checkpoint, tmp_path):
             RunConfig(), "test", checkpoint__hf_checkpoint=str(checkpoint(kind)), checkpoint__run_dir=str(tmp_path),
             rollout__apply_chat_template=templated, rollout__rollout_max_context_len=200, rollout__engine=engine,
             rollout__prompt_data=str(tmp_path / "train.jsonl"))
-        return Vision(VisionOptions(multimodal_keys={"image": "pictures"}, **options), config)
+        return Vision(VisionOptions(**{"multimodal_keys": {"image": "pictures"}} | options), config)
 
     return made
 
@@ -147,6 +148,21 @@ def test_an_answer_ends_with_a_token_that_stands_for_an_image(checkpoint, vision
     usual, _ = trainer_log_probs(folder, plugin, [sample_of(prompt, [65, 66, 67])])
     ended, _ = trainer_log_probs(folder, plugin, [sample_of(prompt, [65, 66, 261])])
     assert torch.equal(usual[:2], ended[:2]) and torch.isfinite(ended).all()
+
+
+def test_an_image_is_the_same_in_every_form_and_under_any_key(vision, tmp_path):
+    """Paths and addresses of files, base64 in lines, and a column that has the name of ours."""
+    (tmp_path / "a b.png").write_bytes(FILES["wide"])
+    lines = base64.encodebytes(FILES["wide"]).decode()
+    forms = [FILES["wide"], "a b.png", f"file://{tmp_path}/a%20b.png", lines, f"data:image/png;base64,{lines}",
+             {"bytes": None, "path": "a b.png"}]
+    messages = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},)
+    assert "\n" in lines.strip()
+    for key in ("pictures", "image_files"):
+        seen = [vision("qwen2_5_vl", multimodal_keys={"image": key}).prepare_prompt(
+            Prompt(0, 0, "", (1,), metadata={key: [form]}, messages=messages)) for form in forms]
+        assert all(isinstance(one, Prompt) and one.metadata == seen[0].metadata for one in seen), seen
+        assert {one.token_ids.count(261) for one in seen} == {10}
 
 
 @pytest.mark.parametrize(("images", "text", "options", "reason"), [

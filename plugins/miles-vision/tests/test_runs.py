@@ -131,8 +131,10 @@ def test_images_in_columns_of_parquet_are_those_of_jsonl(checkpoint, tmp_path):
 def test_other_images_make_other_prompts_where_a_plan_compares_training_and_evaluation(checkpoint, tmp_path):
     folder = checkpoint("qwen2_5_vl")
     (tmp_path / "run.toml").write_text('plugins = ["grpo", "vision"]\n')
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
     for name, count in (("train", 4), ("eval", 8)):
-        rows = [{"prompt": "<image>How many?", "label": "1", "pictures": [f"{number}.png"]} for number in range(count)]
+        rows = [{"prompt": parts if number % 2 else "<image>How many?", "label": "1", "pictures": [f"{number}.png"]}
+                for number in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = prepare(tmp_path / "run.toml", [
         "--trainer", "fsdp", "--hf-checkpoint", str(folder), "--prompt-data", str(tmp_path / "train.jsonl"),

@@ -20,15 +20,15 @@ def groups(make_sample):
 
 
 def test_a_line_holds_the_sample(tmp_path, groups, decode):
-    groups[5].prompt.metadata["image_files"] = ["ab", "cd"]
-    groups[5].metadata["image_files"] = ["ef"]  # of its later turns
+    groups[5].prompt.metadata["image_files"] = ["ab" * 32, "cd" * 32]
+    groups[5].metadata["image_files"] = ["ef" * 32]  # of its later turns
     path = write_samples(tmp_path_with_samples(tmp_path), "rollout", 3, groups, decode)
     assert path == tmp_path / "samples" / "rollout_000003.jsonl"
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert len(lines) == 12 and list(lines[0]) == KEYS
     record, sample = lines[5], groups[5]
     assert record["token_ids"] == sample.tokens[-sample.response_length:].tolist()
-    assert record["images"] == ["ab", "cd", "ef"] and json.loads(path.read_text().splitlines()[0])["images"] == []
+    assert record["images"] == ["ab" * 32, "cd" * 32, "ef" * 32] and lines[0]["images"] == []
     assert "".join(record["pieces"]) == record["response"] == sample.text
     assert np.allclose(record["log_probs"], sample.columns["rollout_log_probs"], atol=1e-6)
     assert (record["prompt_uid"], record["index"], record["status"]) == (2, 1, str(sample.status))

@@ -116,6 +116,8 @@ def test_keys_with_dots_go_into_objects_and_an_object_is_its_json(source):
     whole = source(rows, input_key="q.text", label_key="graded").next()
     assert json.loads(whole.label) == whole.metadata["graded"] == rows[0]["graded"]
     assert source(rows, input_key="q.text", label_key="a.b").next().label == "1", "a key that is there comes first"
+    several = source([{"q": "x", "a": ["it's", 4]}], label_key="a").next()
+    assert json.loads(several.label) == several.metadata["a"] == ["it's", 4]
     for key in ("graded.none", "graded.answer.digits", "none.answer"):
         with pytest.raises(DataError, match=key):
             source(rows, input_key="q.text", label_key=key).next()
@@ -139,6 +141,24 @@ def test_long_prompts_are_left_out_or_refused(source):
     assert [prompts.next().row for _ in range(3)] == [0, 2, 0]
     with pytest.raises(DataError, match="line 2"):
         source([{"q": "x"}, {"q": "x" * 1200}])
+
+
+def test_what_the_template_says_beside_the_row_counts_as_well(source):
+    """A preamble, or the schemas of tools: the row is short, and the prompt is not."""
+    rows, template = [{"q": "x"}, {"q": "y"}], {"opening": "<" * 700}
+    assert len(source(rows, template=template)) == 2
+    with pytest.raises(DataError) as caught:
+        source(rows, template=template, max_prompt_len=600)
+    assert caught.value.code == "prompts-all-dropped"
+
+
+def test_a_message_in_parts_of_text_is_that_text(source):
+    """Templates that know no parts would write Python's list, or nothing at all."""
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
+    prompt = source([{"q": [{"role": "user", "content": parts}]}], template={}).next()
+    assert prompt.text == "<user>2+2<assistant>" and prompt.messages == ({"role": "user", "content": "2+2"},)
+    shown = {"role": "user", "content": [{"type": "image"}, parts[0]]}
+    assert source([{"q": [shown]}], template={}).next().messages == (shown,)
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -237,10 +237,10 @@ def mask_of(values: Any, size: int) -> np.ndarray | None:
 
 
 def label_of(prompt: types.Prompt) -> Any:
-    """What stands under the row's label key: text, or an object, which the metadata have beside its text."""
-    if (prompt.label or "")[:1] != "{":
+    """What stands under the row's label key: text, or an object or list, which the metadata have beside its text."""
+    if (prompt.label or "")[:1] not in ("{", "["):
         return prompt.label
-    objects = (value for value in prompt.metadata.values() if isinstance(value, dict))
+    objects = (value for value in prompt.metadata.values() if isinstance(value, dict | list))
     return next((value for value in objects if json.dumps(value) == prompt.label), prompt.label)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,12 @@ Piece = tuple[int, Callable[[], Iterator[Row]]]
 """How many rows, and what reads them."""
 BATCH = 1024
 """Rows of Arrow and Parquet that are made at once."""
+LARGEST_CELL = 2**31 - 1
+"""Characters; the module csv has 131,072 for its bound, which a long document exceeds."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json",
+         ".ndjson": "json"}
+"""By the ending of a file, what reads it."""
 
 
 def rows(files: Sequence[str], first: int = 0, media: Collection[str] = ()) -> Iterator[Row]:
@@ -55,30 +61,25 @@ def header(file: str) -> list[str]:
     """Names of the columns of a CSV or TSV file.
 
     Raises:
-        DataError: it has no line, or its first row more cells than columns: pandas, which refuses such a row anywhere
-            else, would take the first cells of all rows for an index, and shift the others.
+        DataError: it has no line.
     """
-    with open(file, newline="", encoding="utf-8-sig") as lines:
-        names = list(_table(file, lines).fieldnames or ())
-    if not names:
-        raise DataError("the file is empty", code="data-file-empty", who=file, fix="its first line names the columns")
-    next(rows([file]), None)
-    return names
+    with _lines(file) as (names, _):
+        return names
 
 
-def _table(file: str, lines: Iterable[str]) -> csv.DictReader[str]:
-    """The rows of a CSV or TSV file, with the names that pandas gives its columns.
+def columns(file: str, names: Sequence[str]) -> Iterator[dict[str, Sequence[str | None]]]:
+    """The cells of these columns of a CSV or TSV file, some BATCH of each at a time.
 
     Raises:
-        DataError: two have one name; the last would be read here, and the first by pandas.
+        DataError: a row with more cells than columns, or other columns than these.
     """
-    begun = itertools.dropwhile(lambda line: not line.strip(" \r\n"), lines)  # pandas passes over blank lines
-    table = csv.DictReader(begun, delimiter=DELIMITERS[Path(file).suffix.lower()])
-    table.fieldnames = [name or f"Unnamed: {place}" for place, name in enumerate(table.fieldnames or ())]
-    if twice := [name for name, count in Counter(table.fieldnames).items() if count > 1]:
-        raise DataError("two columns have one name", code="data-column-twice", got=", ".join(twice), who=file,
-                        fix="rename one of them")
-    return table
+    with _lines(file) as (own, lines):
+        if other := set(names).symmetric_difference(own):
+            raise DataError("the files have not the same columns", code="data-columns-differ", who=file,
+                            got=", ".join(sorted(other)), fix="give them the same first line, or name those that have "
+                            "by a pattern")
+        while batch := list(itertools.islice(lines, BATCH)):
+            yield dict(zip(own, zip(*batch, strict=True), strict=True))
 
 
 def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
@@ -88,8 +89,8 @@ def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
     elif kind == ".arrow":
         yield from _record_batches(file, media)
     elif kind in DELIMITERS:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
-            yield from ((1, partial(_cells, file, number, row)) for number, row in enumerate(_table(file, lines)))
+        with _lines(file) as (names, lines):
+            yield from ((1, partial(_named, names, cells)) for cells in lines)
     else:
         with open(file, "rb") as objects:
             yield from ((1, partial(_object, file, number, line))
@@ -135,12 +136,43 @@ def _footer(file: str) -> pyarrow.parquet.FileMetaData:
                         fix="fetch or write it again; a pointer of Git LFS is fetched by git lfs pull") from None
 
 
-def _cells(file: str, number: int, row: dict[Any, Any]) -> Iterator[Row]:
-    if None in row:  # where DictReader puts what it has no name for
-        raise DataError("the row has more cells than the first line names", code="data-row-too-wide", got=row[None],
-                        who=f"{file}, row {number}",
-                        fix='put a cell with a delimiter into quotes, "1,000"; end no line with one')
-    yield row
+@contextlib.contextmanager
+def _lines(file: str) -> Iterator[tuple[list[str], Iterator[list[str | None]]]]:
+    """The first line of a CSV or TSV file that is not blank, with names as pandas has them, and the lines after it."""
+    csv.field_size_limit(LARGEST_CELL)
+    with open(file, newline="", encoding="utf-8-sig") as opened:
+        begun = itertools.dropwhile(lambda line: not line.strip(" \r\n"), opened)
+        lines = csv.reader(begun, delimiter=DELIMITERS[Path(file).suffix.lower()], strict=True)  # no quote left open
+        names = [name or f"Unnamed: {place}" for place, name in enumerate(next(lines, ()))]
+        if not names:
+            raise DataError("the file is empty", code="data-file-empty", who=file,
+                            fix="its first line names the columns")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError("two columns have one name", code="data-column-twice", got=", ".join(twice), who=file,
+                            fix="rename one of them")
+        yield names, _cells(file, lines, len(names))
+
+
+def _cells(file: str, lines: Iterator[list[str]], width: int) -> Iterator[list[str | None]]:
+    """Of each line that is not blank as many as there are columns, None for those that it lacks."""
+    number = 0
+    try:
+        for cells in lines:
+            if len(cells) > width:
+                raise DataError("the row has more cells than the first line names", code="data-row-too-wide",
+                                got=cells[width:], who=f"{file}, row {number}",
+                                fix='put a cell with a delimiter into quotes, "1,000"; end no line with one')
+            if len(cells) > 1 or "".join(cells).strip():
+                yield [*cells, *[None] * (width - len(cells))]
+                number += 1
+    except csv.Error as error:
+        raise DataError("the row is not CSV", code="data-row-not-csv", got=str(error), who=f"{file}, row {number}",
+                        fix='close a cell that begins with a quote by another, and double those within: "a ""b"""'
+                        ) from None
+
+
+def _named(names: list[str], cells: list[str | None]) -> Iterator[Row]:
+    yield dict(zip(names, cells, strict=True))
 
 
 def _object(file: str, number: int, line: bytes) -> Iterator[Row]:

@@ -42,6 +42,11 @@ class Datasets:
         if options.label_after == "":
             raise ConfigError("datasets.label_after should be a mark", got="nothing", who="datasets.label_after",
                               fix="for instance ####", code="label-mark-empty")
+        paths = [path for path in (config.rollout.prompt_data, *(one["path"] for one in config.eval.every)) if path]
+        if options.label_after and (jsonl := [path for path in paths if format_of(path) == "jsonl"]):
+            raise ConfigError("JSONL is read by the core, which leaves labels as they are", got=jsonl[0],
+                              who="datasets.label_after", fix="call it .json, which is read here, also line by line",
+                              code="label-mark-unread")
 
     @hookimpl("read_rows", name="parquet")
     def parquet(self, path: str, most: int | None) -> Records:
@@ -91,6 +96,6 @@ class Datasets:
 
         options = self._options
         source = Source(path, options.cache_dir, self._labels, options.label_after, self._media)
-        if format_of(path) == "json" and (most is None or any(map(is_list, source.files))):
+        if source.kind == "json" and (most is None or any(map(is_list, source.files))):
             return Listed(source, most is not None)  # as it is: a table would make times of text, and fill in keys
         return Table(source) if most is None else Beginning(source, most)

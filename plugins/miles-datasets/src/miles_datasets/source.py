@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles_core.errors import DataError
-from miles_core.reading import format_of, sliced
+from miles_core.reading import field_of, format_of, sliced
 from miles_datasets import in_order
 
 if TYPE_CHECKING:
@@ -49,11 +49,16 @@ class Source:
         self._cache_dir, self._labels, self._mark, self.media = cache_dir, labels, label_after, media
         with self._explained():
             self.files = self._of_folder() if self._ending == "dataset" else _files(self.name, self._ending)
+            self.kind = self._kind()
             self.counted = in_order.counted(self.files)
 
-    @cached_property
+    @property
     def data(self) -> str:
         """Tells one dataset from another."""
+        return self._digest + self._cut.removeprefix("@")
+
+    @cached_property
+    def _digest(self) -> str:
         digest, whole = hashlib.sha256(), sum(Path(file).stat().st_size for file in self.files) <= HASHED
         for name in self.files:
             with open(name, "rb") as file:
@@ -64,7 +69,7 @@ class Source:
                 for place in (0, max(size - 2**20, 0)):
                     file.seek(place)
                     digest.update(b"%d" % size + file.read(2**20))
-        return digest.hexdigest()[:16] + self._cut.removeprefix("@")
+        return digest.hexdigest()[:16]
 
     @property
     def begin(self) -> int | None:
@@ -83,12 +88,13 @@ class Source:
 
     def table(self) -> datasets.Dataset:
         """All rows of the slice as a memory-mapped table of Arrow, made of the files unless that was done before."""
-        from miles_datasets.values import holds_bytes
-
         with self._explained():
-            builder, split = self._builder
+            from miles_datasets.builders import made
+            from miles_datasets.values import holds_bytes
+
+            builder = made(self.kind, self.files, self._cache_dir, self._digest)
             builder.download_and_prepare()
-            whole = builder.as_dataset(split)
+            whole = builder.as_dataset("train")
             self.counted = len(whole)
             part = range(self.counted)[self.part]
             raw = [field.name for field in whole.features.arrow_schema
@@ -122,30 +128,30 @@ class Source:
 
     def _marked(self, row: Row, number: int, mark: str) -> Row:
         for key in self._labels:
-            if isinstance(text := row.get(key), str):
+            try:
+                text = field_of(row, key)
+            except KeyError:  # of another dataset
+                continue
+            if isinstance(text, str):
                 _, mark_there, label = text.rpartition(mark)
                 if not mark_there:
                     raise DataError(f"the label {key!r} has no {mark}", got=text[-40:], who=self.where(number),
                                     fix="leave the row out, or --datasets.label-after", code="label-mark-missing")
-                row = {**row, key: label.strip()}
+                row = {**row, key: label.strip()}  # a key with dots comes before what lies in objects
         return row
 
-    @cached_property
-    def _builder(self) -> tuple[datasets.DatasetBuilder, str]:
-        """What makes a table of the files, and the split that is meant."""
-        import datasets
+    def _kind(self) -> str:
+        """By the ending of the files, what reads them: those of a folder are read as each would be by itself.
 
-        datasets.disable_progress_bars()
-        settings: dict[str, Any] = {}
-        if self._ending == "dataset" and not self.files[0].endswith(".arrow"):
-            return self._of_name
-        kind = "arrow" if self._ending == "dataset" else self._ending
-        if kind in ("csv", "tsv"):  # text stays what it is: 007 is a label, and 12 no 12.0 because another row has none
-            names = [in_order.header(file) for file in self.files][0]
-            settings = {"keep_default_na": False, "sep": in_order.DELIMITERS[f".{kind}"],
-                        "features": datasets.Features(dict.fromkeys(names, datasets.Value("string")))}
-        return datasets.load_dataset_builder("csv" if kind == "tsv" else kind, data_files=self.files,
-                                             cache_dir=self._cache_dir, **settings), "train"
+        Raises:
+            DataError: nothing does.
+        """
+        kinds = {in_order.KINDS.get(Path(file).suffix.lower()) for file in self.files}
+        if len(kinds) != 1 or None in kinds:
+            raise DataError("files of this kind are not read", code="data-kind-unread", who=self.name,
+                            got=", ".join(sorted({Path(file).name for file in self.files})[:5]),
+                            fix="unpack or convert them to Parquet, or name files of one kind: FOLDER/*.parquet")
+        return str(kinds.pop())
 
     @cached_property
     def _of_name(self) -> tuple[datasets.DatasetBuilder, str]:
@@ -189,6 +195,8 @@ class Source:
                             fix="pip install datasets pyarrow", code="data-reader-not-installed") from error
         except Exception as error:
             cause = error.__cause__ or error
+            if isinstance(cause, DataError):  # as the package wraps those of our readers
+                raise cause from None
             message = (str(cause).strip().splitlines() or [""])[0][:200]
             raise DataError("it cannot be read", code="data-unreadable", got=f"{type(cause).__name__}: {message}",
                             who=self.name,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,4 +108,4 @@ def listed(file: str) -> list[dict[str, Any]]:
 def is_list(file: str) -> bool:
     """Whether a file begins as a list of JSON does."""
     with open(file, "rb") as opened:
-        return opened.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+        return opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")

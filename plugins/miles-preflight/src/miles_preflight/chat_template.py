@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jinja2.sandbox import SandboxedEnvironment
 
 
+_FIRST = re.compile(rb'"single":\s*\[\s*\{\s*"SpecialToken":\s*\{\s*"id":\s*("(?:[^"\\]|\\.)*")')
+"""The token before every text, where tokenizer.json and not tokenizer_config.json says so, as of Llama 3."""
 UNKNOWN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """Stands for the template of a tokenizer that is not here yet."""
 
@@ -47,7 +49,9 @@ class RenderingTokenizer:
         tokens = {**read(folder / "special_tokens_map.json"), **settings}
         self._tokens = {name: token_text(value) for name, value in tokens.items() if name.endswith("_token") and value}
         self.begin, self.end = token_text(settings.get("bos_token")), token_text(settings.get("eos_token"))
-        self.begins = settings.get("add_bos_token") is True
+        path = folder / "tokenizer.json"
+        first = _FIRST.search(path.read_bytes()) if path.is_file() and self.begin else None
+        self.begins = settings.get("add_bos_token", first is not None and json.loads(first[1]) == self.begin) is True
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> Mapping[str, Sequence[int]]:
         return {"input_ids": ()}

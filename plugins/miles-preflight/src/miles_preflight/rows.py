@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -31,8 +31,6 @@ LOOKED_AT = 64 * 1024
 """Bytes of a file."""
 RENDERED = 16
 """Rows of a file."""
-ANY_LENGTH = 2**40
-"""Tokens: what is too long is not known without a tokenizer."""
 OF_ROWS = ("rows", "stream")
 """Prompt sources that make prompts of the rows of --prompt-data."""
 _RENDERED = re.compile(r"\s*(<\|[\w ]+\|>|<s>|<bos>|<start_of_turn>|\[INST\]|<\uff5c)")
@@ -163,37 +161,29 @@ def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], N
     tokenizer = RenderingTokenizer(config)
     for file in files:
         with reading(file.origin):
-            names, how = [where for where, _ in file.rows], replace(file.how, context=ANY_LENGTH, max_prompt_len=None)
-            rendering = Rendering(how, names.__getitem__, tokenizer)
+            names = [where for where, _ in file.rows]
+            rendering = Rendering(file.how, names.__getitem__, tokenizer)
             for number, (where, row) in enumerate(file.rows):
-                rendering.fits(number, row)
-                _check_row(config, file, row, where)
+                prompt = rendering.source(number, row)
+                (_check_text if isinstance(prompt, str) else _check_chat)(config, file, prompt, where)
                 if number < RENDERED:
                     check_prompt(config, tokenizer, rendering(number, number, row), where)
             _check_all(config, file)
-    media: Any = (config.options.get("vision") or {}).get("multimodal_keys") or {}  # the same words, other images
-    prompts = [[json.dumps([file.field(row, key) for key in (file.how.input_key, *media.values())])
-                for _, row in file.rows] for file in files]
+    media = _media(config).values()  # the same words, other images
+    prompts = [[json.dumps([file.field(row, key) for key in (file.how.input_key, *media)]) for _, row in file.rows]
+               for file in files]
     trained = {prompt for file, own in zip(files, prompts, strict=True) if not file.eval for prompt in own}
     for file, own in zip(files, prompts, strict=True):
         if file.eval and (common := len([prompt for prompt in own if prompt in trained])):
             note(f"{common} of the first {len(file.rows)} evaluation prompts are trained on ({file.origin})")
 
 
-def _check_row(config: RunConfig, file: File, row: Mapping[str, Any], where: str) -> None:
-    prompt, label = field_of(row, file.how.input_key), file.field(row, file.how.label_key)
-    if isinstance(prompt, str):
-        _check_text(config, file, prompt, where)
-    else:
-        _check_chat(config, file, prompt, where)
-    if isinstance(label, dict) and set(file.scorers) - {"custom", "generated"}:  # functions take objects
-        raise DataError(f"{file.how.label_key!r} is an object, and scorers are given text", got=", ".join(label),
-                        who=where, fix="name what in it is the ground truth: --label-key "
-                        f"{file.how.label_key}.{next(iter(label), 'KEY')}; all of it is in the sample's metadata",
-                        code="label-is-object")
+def _media(config: RunConfig) -> Mapping[str, str]:
+    """Key of a row by the medium that is there, as --multimodal-keys has it."""
+    return cast("Mapping[str, str]", (config.options.get("vision") or {}).get("multimodal_keys") or {})
 
 
-def _check_text(config: RunConfig, file: File, prompt: str, where: str) -> None:
+def _check_text(config: RunConfig, file: File, prompt: Any, where: str) -> None:
     key = file.how.input_key
     if not prompt.strip():
         raise DataError(f"{key!r} says nothing", got=repr(prompt), who=where, fix="leave the row out",
@@ -208,13 +198,13 @@ def _check_text(config: RunConfig, file: File, prompt: str, where: str) -> None:
                         code="prompt-rendered-twice")
 
 
-def _check_chat(config: RunConfig, file: File, prompt: Sequence[Mapping[str, Any]], where: str) -> None:
-    """A message is text, maybe in parts; a call of tools needs none."""
-    key = file.how.input_key
+def _check_chat(config: RunConfig, file: File, prompt: Any, where: str) -> None:
+    """A message is text, maybe in parts, beside what a plugin shows; a call of tools needs none."""
+    key, seen = file.how.input_key, _media(config)
     for message in prompt:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text"}]
-        other = [one.get("type") for one in parts if isinstance(one, dict) and one.get("type") != "text"]
+        other = [one.get("type") for one in parts if isinstance(one, dict) and one.get("type") not in ("text", *seen)]
         if other or not (isinstance(content, str | list) or message.get("tool_calls")):
             raise DataError(f"a message of {key!r} has no text", got=other[0] if other else ", ".join(message),
                             who=where, fix='write {"role": "user", "content": "..."}', code="message-without-text")
@@ -270,3 +260,8 @@ def check_answers(config: RunConfig, files: Sequence[File], name: str, key: str 
                                 if answer is not None else f"nothing under {key or file.how.label_key!r}",
                                 fix="complete the row or leave it out, or name the right key",
                                 code="answer-column-empty")
+            if isinstance(answer, dict) and key is None and not generates:
+                raise DataError(f"{file.how.label_key!r} is an object, and {name!r} compares with text", who=where,
+                                got=", ".join(answer), fix="name what in it is the ground truth: --label-key "
+                                f"{file.how.label_key}.{next(iter(answer))}; all of it is in the sample's metadata",
+                                code="label-is-object")

@@ -23,6 +23,8 @@ from typing import Any
 from miles_core.errors import DataError
 
 _TAG = re.compile(r"<(\w+)>\s*$")
+USER = {"role": "user", "content": "."}
+"""Stands before an answer that is rendered by itself."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -65,11 +67,11 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
 
 def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answers: Sequence[int],
                  arguments: Mapping[str, object], where: str) -> EncodedConversation:
-    whole = _render(tokenizer, messages, arguments, where, opening=False)
+    whole = render(tokenizer, messages, arguments, where, opening=False)
     encoded, at = EncodedConversation([], []), 0
     for i in answers:
-        before = _render(tokenizer, messages[:i], arguments, where, opening=True)
-        after = _render(tokenizer, messages[: i + 1], arguments, where, opening=False)
+        before = render(tokenizer, messages[:i], arguments, where, opening=True)
+        after = render(tokenizer, messages[: i + 1], arguments, where, opening=False)
         written = _behind_tag(messages[i], before, whole) if i == len(messages) - 1 else ""
         if written and before[:at] == whole[:at]:
             _append(encoded, tokenizer, before[at:], trained=False)
@@ -91,22 +93,22 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
 
 def _as_shown(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],
               arguments: Mapping[str, object], where: str) -> EncodedConversation:
-    """Answers between the line that opens one and the special token behind it; a tag in between is no part of them."""
-    user, whole = [{"role": "user", "content": "."}], _render(tokenizer, messages, arguments, where, opening=False)
-    closed = _render(tokenizer, user, arguments, where, opening=False)
-    line, _, tag = _render(tokenizer, user, arguments, where, opening=True)[len(closed):].partition("\n")
-    encoded, at = EncodedConversation([], []), 0
-    for i in (i for i, message in enumerate(messages) if message.get("role") == "assistant"):
-        start = whole.find(f"{line}\n", at) + len(line) + 1
+    """Answers between the line that opens one and the token that ends one; a tag in between is no part of them."""
+    closed, opened = _turn(tokenizer, arguments, where)
+    line, newline, tag = opened[len(closed):].partition("\n")
+    whole = render(tokenizer, messages, arguments, where, opening=False)
+    end = _end(tokenizer, arguments, where)
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    encoded, at, openings = EncodedConversation([], []), 0, bool(line and end) and whole.count(line + newline)
+    for i in answers:
+        start = whole.find(line + newline, at) + len(line + newline)
         start += len(tag) if whole.startswith(tag, start) else 0
-        places = (whole.find(token, start) for token in tokenizer.all_special_tokens)
-        ends = [place for place in places if place >= 0]
-        stop = _whole_token(tokenizer, whole, min(ends)) if ends else 0
-        if not line or not at < start < stop:
+        stop = whole.find(end, start) + len(end)
+        if openings != len(answers) or not at < start < stop:
             raise DataError(f"the chat template's text shows no answer for message {i}", who=where,
-                            got=f"an answer begins with {line!r} and ends with a special token",
-                            fix="leave --loss-mask-type out, or --chat-template-path with a template that has "
-                            "{% generation %} blocks", code="sft-answer-not-in-text")
+                            got=f"{len(answers)} answers, and {line + newline!r} opens {openings:d} of them, "
+                            f"{end!r} ends one", fix="leave --loss-mask-type out, or --chat-template-path with a "
+                            "template that has {% generation %} blocks", code="sft-answer-not-in-text")
         _append(encoded, tokenizer, whole[at:start], trained=False)
         _append(encoded, tokenizer, whole[start:stop], trained=i in trained)
         at = stop
@@ -114,27 +116,44 @@ def _as_shown(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained:
     return encoded
 
 
-def _whole_token(tokenizer: Any, text: str, at: int) -> int:
-    """Where the special token that begins at a place ends."""
-    return at + max(len(token) for token in tokenizer.all_special_tokens if text.startswith(token, at))
+def _turn(tokenizer: Any, arguments: Mapping[str, object], where: str) -> tuple[str, str]:
+    """A user's message as a whole conversation, and with the opening of an answer to it.
+
+    Raises:
+        DataError: the first is not the beginning of the second, such as where the end of a text is written behind it.
+    """
+    closed, opened = (render(tokenizer, [USER], arguments, where, opening=opening) for opening in (False, True))
+    if not opened.startswith(closed):
+        raise DataError("the chat template renders a message differently when an answer follows, so turns cannot be "
+                        "told apart", code="sft-turns-not-apart", who=where, got=closed[-40:],
+                        fix="--chat-template-path with a template that has {% generation %} blocks")
+    return closed, opened
+
+
+def _end(tokenizer: Any, arguments: Mapping[str, object], where: str) -> str:
+    """The special token that ends an answer; "" for none."""
+    answered = render(tokenizer, [USER, {"role": "assistant", "content": "."}], arguments, where, opening=False)
+    behind = answered.rpartition(".")[2]
+    return min((token for token in special_tokens(tokenizer) if token in behind),
+               key=lambda token: (behind.find(token), -len(token)), default="")
 
 
 def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],
                 arguments: Mapping[str, object], where: str) -> EncodedConversation:
     """Runs of messages between answers, and each answer, as they are rendered behind a user's message."""
-    user = {"role": "user", "content": "."}
-
     def behind(some: Sequence[Mapping[str, object]], *, opening: bool) -> str:
-        return _render(tokenizer, [user, *some], arguments, where, opening=opening)
+        return render(tokenizer, [USER, *some], arguments, where, opening=opening)
 
-    first, encoded, begun = behind([], opening=False), EncodedConversation([], []), 0
+    several = sum(message.get("role") == "assistant" for message in messages) > 1
+    first = _turn(tokenizer, arguments, where)[0] if several else ""
+    opened, encoded, begun = behind([], opening=True), EncodedConversation([], []), 0
     for i, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         run = messages[begun:i]
-        context = behind(run, opening=True)[len(first):] if begun else _render(tokenizer, run, arguments, where,
+        context = behind(run, opening=True)[len(first):] if begun else render(tokenizer, run, arguments, where,
                                                                                opening=True)
-        opened, shown = behind([], opening=True), behind([message], opening=False)
+        shown = behind([message], opening=False)
         answer = shown[len(opened):] if shown.startswith(opened) else _behind_tag(message, opened, shown)
         if not answer:
             raise DataError(f"the chat template does not open answers as it renders message {i}",
@@ -174,11 +193,17 @@ def _append(encoded: EncodedConversation, tokenizer: Any, text: str, *, trained:
 
 def without_trailing_space(tokenizer: Any, ids: Sequence[int]) -> int:
     """How many ids remain when the blank text that a template writes after an answer's end token is left out."""
-    special = set(tokenizer.all_special_ids)
+    special = special_tokens(tokenizer).values()
     last = max((i for i, token in enumerate(ids) if token in special), default=None)
     if last is not None and not tokenizer.decode(ids[last + 1 :]).strip():
         return last + 1
     return len(ids)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Token -> id of every special one. transformers lists those that have a name; Llama's <|eot_id|> may have none."""
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
 def _by_generation_blocks(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object],
@@ -201,8 +226,13 @@ def _last_answer(encoded: EncodedConversation) -> EncodedConversation:
     return EncodedConversation(encoded.ids, [int(start <= i < stop) for i in range(len(encoded.ids))])
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
-            *, opening: bool) -> str:
+def render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
+           *, opening: bool) -> str:
+    """The text of messages, with the opening of an answer or as they are.
+
+    Raises:
+        DataError: the template refuses them.
+    """
     try:
         options = {**arguments, "add_generation_prompt": opening}
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))

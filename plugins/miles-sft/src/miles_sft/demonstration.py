@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.errors import ConfigError, DataError
+from miles_core.reading import parse_json
 from miles_core.types import Prompt, Sample, Status
-from miles_sft.conversation import EncodedConversation, encode
+from miles_sft.conversation import EncodedConversation, encode, render, special_tokens
 
 if TYPE_CHECKING:
     from miles_core.config import RunConfig
@@ -27,16 +28,12 @@ def load_tokenizer(config: RunConfig) -> Any:
         ConfigError: no --hf-checkpoint.
         DataError: the tokenizer does not keep apart what is tokenised apart.
     """
-    from pathlib import Path
-
-    from transformers import AutoTokenizer
+    from miles_core import build
 
     if config.checkpoint.hf_checkpoint is None:
         raise ConfigError("sft needs a tokenizer", code="sft-tokenizer-missing", who="checkpoint.hf_checkpoint",
                           fix="pass --hf-checkpoint FOLDER")
-    tokenizer = AutoTokenizer.from_pretrained(config.checkpoint.hf_checkpoint)
-    if config.rollout.chat_template_path is not None:
-        tokenizer.chat_template = Path(config.rollout.chat_template_path).read_text(encoding="utf-8")
+    tokenizer = build.load_tokenizer(config)
     one = tokenizer("a", add_special_tokens=False)["input_ids"]
     if tokenizer.decode([*one, *one]).strip() != "aa":
         raise DataError("the tokenizer writes a space before every text, so prompt and answer cannot be joined",
@@ -58,14 +55,20 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
         DataError: no answer, nothing to train on, or a conversation that cannot be cut into encoded.
     """
     where = f"{prompt.stream} row {prompt.row}"
+    arguments, tools = config.rollout.apply_chat_template_kwargs or {}, _tools(prompt, options.sft_tools_key, where)
+    if tools:
+        arguments = {**arguments, "tools": tools}
     if prompt.messages and prompt.messages[-1].get("role") == "assistant":
-        encoded = encode(tokenizer, prompt.messages, config.rollout.apply_chat_template_kwargs or {}, where,
+        encoded = encode(tokenizer, prompt.messages, arguments, where,
                        last_only=options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen",
                        alone=options.sft_loss_mask_type == "qwen3", shown=options.sft_loss_mask_type == "qwen3_5")
     else:
-        response = _response(prompt, options.sft_response_key, where)
+        response, before = _response(prompt, options.sft_response_key, where), prompt.token_ids
+        if tools and prompt.messages:  # the prompt was rendered without them
+            text = render(tokenizer, prompt.messages, arguments, where, opening=True)
+            before = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
-        encoded = EncodedConversation([*prompt.token_ids, *ids], [0] * len(prompt.token_ids) + [1] * len(ids))
+        encoded = EncodedConversation([*before, *ids], [0] * len(before) + [1] * len(ids))
     _close(encoded, tokenizer, options.sft_append_eos)
     status = Status.COMPLETED
     limit = config.rollout.rollout_max_context_len
@@ -110,12 +113,24 @@ def _response(prompt: Prompt, key: str, where: str) -> str:
     return response
 
 
+def _tools(prompt: Prompt, key: str, where: str) -> list[object]:
+    """The schemas of tools that a row's conversation may call: a list of objects, or its JSON."""
+    tools = prompt.metadata.get(key)
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        try:
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise DataError("the row's tools are not JSON", code="sft-tools-not-json", got=str(error), who=where,
+                            fix="correct the row, or name another key with --sft.sft-tools-key") from None
+    return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
+
+
 def _close(encoded: EncodedConversation, tokenizer: Any, append_eos: bool) -> None:
     """Cut what follows the last trained token, and end the answer with eos unless a special token ends it already."""
     if 1 not in encoded.mask:
         return
     stop = len(encoded.mask) - encoded.mask[::-1].index(1)
-    special = set(tokenizer.all_special_ids)
+    special = set(special_tokens(tokenizer).values())
     following = encoded.ids[stop] if stop < len(encoded.ids) else None
     del encoded.ids[stop:], encoded.mask[stop:]
     if not append_eos or encoded.ids[-1] in special:

@@ -23,6 +23,8 @@ class SftOptions:
     """Where answers are found and what of them is trained on."""
 
     sft_response_key: str = option("response", "Key of the answer in the row, where the prompt is no conversation.")
+    sft_tools_key: str = option(
+        "tools", "Key of the tools that a row's conversation may call: schemas for the chat template, or their JSON.")
     sft_append_eos: bool = option(True, "Append the end-of-sequence token to answers that no special token ends.")
     sft_last_turn_only: bool = option(False, "Train on a conversation's last answer only.")
     sft_loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(

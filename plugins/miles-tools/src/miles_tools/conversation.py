@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.errors import ConfigError, DataError
 from miles_core.stages.rollout import Generation, Request, Response, call_engine
-from miles_core.types import Drop, Prompt, Sample, Status
+from miles_core.types import Drop, Prompt, Sample, Status, images_of
 from miles_tools.calls import Call, parse
-from miles_tools.images import KEY, behind, closed, shown
+from miles_tools.images import behind, closed, shown
 from miles_tools.template import Template
 from miles_tools.template import load as load_tokenizer
 from miles_tools.toolbox import Answer, Toolbox
@@ -163,7 +163,7 @@ class _Conversation:
         suffix = template.joining(turn.token_ids, after=transcript.ids[-1])
         if transcript.response_length + len(suffix) >= self._most:
             return Status.TRUNCATED
-        transcript.append_suffix(suffix, turn.metadata.get(KEY, ()))
+        transcript.append_suffix(suffix, images_of(turn))
         return None
 
     async def _answer(self, call: Call) -> Answer:

@@ -8,10 +8,7 @@ from typing import Any, cast
 
 from miles_core.errors import ConfigError
 from miles_core.stages.rollout import Generation, Request, SamplingParams
-from miles_core.types import Drop, Prompt
-
-KEY = "image_files"
-"""In the metadata of prompts and samples: names in the run's folder of images, which are SHA-256 of the files."""
+from miles_core.types import IMAGES, Drop, Prompt, images_of
 
 
 def shows(generation: Generation) -> bool:
@@ -44,7 +41,7 @@ def behind(prompt: Prompt, names: Sequence[str]) -> Prompt:
     """The prompt with further images behind its own."""
     if not names:
         return prompt
-    return replace(prompt, metadata={**prompt.metadata, KEY: [*prompt.metadata.get(KEY, ()), *names]})
+    return replace(prompt, metadata={**prompt.metadata, IMAGES: [*images_of(prompt), *names]})
 
 
 def closed(drawn: int, request: Request, sampling: SamplingParams) -> bool:

@@ -20,9 +20,9 @@ import numpy as np
 
 from miles_core.errors import DataError, EngineError
 from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, call_engine
-from miles_core.types import Drop, Prompt, Sample, Status
+from miles_core.types import Drop, Prompt, Sample, Status, images_of
 from miles_tools.calls import Call, parse
-from miles_tools.images import KEY, behind, closed, filled, shown, shows
+from miles_tools.images import behind, closed, filled, shown, shows
 from miles_tools.session_request import Asked, Message, Refused, for_template
 from miles_tools.transcript import Transcript
 
@@ -217,9 +217,9 @@ class Session:
                      self._generation)
         if isinstance(turn, Drop):
             raise self._over(Failure(turn.reason, turn.detail))
-        names = turn.metadata.get(KEY, ())
+        names = images_of(turn)
         if self._transcript is None:
-            own = self._prompt.metadata.get(KEY, ())
+            own = images_of(self._prompt)
             if list(names[: len(own)]) != list(own):
                 raise Refused(400, f"the first request should begin with the {len(own)} images of the prompt, in their "
                                    "order")

@@ -50,9 +50,10 @@ class Template:
                  tools: Sequence[Mapping[str, Any]] | None = None):
         self.tokenizer = tokenizer
         self._arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
-        self._special = frozenset(tokenizer.all_special_ids)
-        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._spellings = tuple(dict.fromkeys((*tokenizer.all_special_tokens, *added)))  # an image's is added alone
+        # An image's and an end beside the one that the settings name, as Phi's <|end|>, are only added.
+        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = frozenset((*tokenizer.all_special_ids, *added))
+        self._spellings = tuple(dict.fromkeys((*tokenizer.all_special_tokens, *added.values())))
 
     def text(self, messages: Sequence[Mapping[str, Any]], where: str, *, opening: bool = True) -> str:
         """Messages as the template writes them, with the opening of an answer.

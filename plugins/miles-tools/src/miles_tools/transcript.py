@@ -17,7 +17,7 @@ import numpy as np
 
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import Response
-from miles_core.types import Prompt, Sample, Status
+from miles_core.types import IMAGES, Prompt, Sample, Status, images_of
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Transcript:
         columns = begun.columns
         mask, log_probs, versions = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
         return cls(begun.tokens.tolist(), begun.length - begun.response_length, mask, log_probs, versions,
-                   images=[(0, name) for name in begun.metadata.get("image_files", ())])
+                   images=[(0, name) for name in images_of(begun)])
 
     @property
     def last_turn(self) -> list[int]:
@@ -112,7 +112,7 @@ class Transcript:
             text=text,
             status=status,
             metadata={"figures": {name: sum(values) / len(values) for name, values in self.figures.items()},
-                      **({"image_files": images} if images else {})},
+                      **({IMAGES: images} if images else {})},
             columns={
                 "tokens": np.array(self.ids[: self.prompt_length + length], np.int32),
                 "loss_mask": np.array(self.mask[:length], np.uint8),

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from miles_core.errors import DataError
 
@@ -80,8 +81,8 @@ def read(source: object, folders: Sequence[Path], most: int) -> bytes:
     """The bytes of an image file.
 
     Args:
-        source: a path; base64, with or without `data:image/...;base64,`; bytes; or a dict with one of these under
-            "bytes" or "path", as the package datasets writes images.
+        source: a path, also as file://; base64, with or without `data:image/...;base64,`; bytes; or a dict with one of
+            these under "bytes" or "path", as the package datasets writes images.
         folders: where relative paths begin, the first that has the file.
         most: pixels that an image may have.
 
@@ -131,19 +132,24 @@ def _bytes(source: object, folders: Sequence[Path]) -> bytes:
     text: str = value
     if text.startswith("data:"):
         return _decoded(text.partition(",")[2])
+    if text.startswith("file://"):
+        text = unquote(urlsplit(text).path)
     if "://" in text:
         raise ImageUnusable("image_damaged", f"{text[:100]}: a run fetches nothing")
-    if len(text) < 4096:  # longer than any path
-        for folder in folders:
-            if (folder / text).is_file():
-                return (folder / text).read_bytes()
-        if Path(text).suffix:  # no letter of base64 is a dot
-            raise ImageUnusable("image_missing", f"no file {text}, also not in {', '.join(map(str, folders))}")
+    return _of_file(text, folders) if len(text) < 4096 else _decoded(text)  # longer than any path
+
+
+def _of_file(text: str, folders: Sequence[Path]) -> bytes:
+    for folder in folders:
+        if (folder / text).is_file():
+            return (folder / text).read_bytes()
+    if Path(text).suffix:  # no letter of base64 is a dot
+        raise ImageUnusable("image_missing", f"no file {text}, also not in {', '.join(map(str, folders))}")
     return _decoded(text)
 
 
 def _decoded(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # in lines as MIME has them
     except binascii.Error as error:
         raise ImageUnusable("image_damaged", f"neither the path of a file nor base64: {text[:40]}") from error

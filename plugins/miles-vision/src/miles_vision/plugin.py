@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.hookspecs import hookimpl
-from miles_core.types import Drop
+from miles_core.types import Drop, images_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,11 +94,10 @@ class Vision:
     def generate_request(self, request: Request, prompt: Prompt) -> Request:
         """The files go with the tokens, and an answer ends with a token that would stand for an image."""
         from miles_vision.processor import unexpanded
-        from miles_vision.prompts import names_of
 
         seen, sampling = self._sees(), request.sampling
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *seen.placeholders)))
-        images = tuple(seen.store.get(name) for name in names_of(prompt))
+        images = tuple(seen.store.get(name) for name in images_of(prompt))
         return replace(request, images=images, sampling=replace(sampling, stop_token_ids=stops),
                        unexpanded=unexpanded(request.input_ids, seen.placeholders[0]) if images else ())
 

@@ -12,17 +12,9 @@ from miles_core.config import RunConfig
 from miles_core.config.load import config_json
 from miles_core.errors import DataError
 from miles_core.stages.prompts import render
-from miles_core.types import Drop, Prompt, Sample
+from miles_core.types import IMAGES, Drop, Prompt, images_of
 from miles_vision import processor
 from miles_vision.images import ImageStore, ImageUnusable, as_url, opened, read, sources
-
-KEY = "image_files"
-"""In the metadata of a prompt, and of a sample for its later turns: names of images in the run's folder."""
-
-
-def names_of(*owners: Prompt | Sample) -> list[str]:
-    """Names of their images in the run's folder: a prompt's, or those of a prompt and of its sample behind it."""
-    return [name for owner in owners for name in owner.metadata.get(KEY, ())]
 
 
 class Preparation:
@@ -48,7 +40,7 @@ class Preparation:
         Raises:
             DataError: a conversation that ends with its answer: there is no prompt whose tokens could be kept.
         """
-        if KEY in prompt.metadata:  # a group that goes on
+        if prompt.metadata.get(IMAGES) == [] or images_of(prompt):  # a group that goes on
             return prompt
         where = f"{prompt.stream} row {prompt.row}"
         if prompt.messages and prompt.messages[-1].get("role") == "assistant":
@@ -73,7 +65,7 @@ class Preparation:
             DataError: an image that the prompt names is not in the run's folder.
         """
         where = f"{prompt.stream} row {prompt.row}, in a later turn" if images else f"{prompt.stream} row {prompt.row}"
-        files = [self._store.get(name) for name in names_of(prompt)]
+        files = [self._store.get(name) for name in images_of(prompt)]
         try:
             files += [read(image, (), self._most) for image in images]
         except ImageUnusable as error:
@@ -86,7 +78,7 @@ class Preparation:
         Raises:
             DataError: an image that the prompt names is not in the run's folder.
         """
-        files = iter([self._store.get(name) for name in names_of(prompt)])
+        files = iter([self._store.get(name) for name in images_of(prompt)])
         return [{**message, "content": [
             {"type": "image_url", "image_url": {"url": as_url(next(files))}} if part["type"] == "image" else part
             for part in message["content"]] if isinstance(message["content"], list) else message["content"]}
@@ -108,7 +100,7 @@ class Preparation:
             return Drop("images_touch", f"{where}: servers tell images apart by what stands between them")
         metadata = {key: value for key, value in prompt.metadata.items() if key != self._key}
         names = [self._store.put(data) for data in files]
-        return replace(prompt, token_ids=ids, metadata=metadata | {KEY: names})
+        return replace(prompt, token_ids=ids, metadata=metadata | {IMAGES: names})
 
     @property
     def _templated(self) -> bool:

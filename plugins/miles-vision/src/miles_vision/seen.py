@@ -10,10 +10,10 @@ import numpy as np
 from miles_core.config import RunConfig
 from miles_core.config.load import config_json
 from miles_core.errors import DataError, EngineError
+from miles_core.types import images_of
 from miles_vision import processor
 from miles_vision.images import ImageStore
 from miles_vision.inputs import PixelCache, sequence_inputs
-from miles_vision.prompts import names_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class Seen:
         import torch
 
         ids, prompt = sample.tokens, np.array(sample.prompt.token_ids)
-        names = names_of(sample.prompt, sample)
+        names = images_of(sample.prompt, sample)
         if names and not np.array_equal(ids[: len(prompt)], prompt):
             raise DataError(f"{sample.name} does not begin with its prompt's tokens, where the images are",
                             code="vision-tokens-differ", fix="use a generator that keeps them")

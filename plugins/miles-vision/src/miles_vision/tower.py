@@ -20,8 +20,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from miles_core.types import images_of
 from miles_vision.checks import BUILT
-from miles_vision.prompts import names_of
 
 if TYPE_CHECKING:
     from miles_megatron.model import LanguageModel
@@ -138,7 +138,7 @@ class Tower(torch.nn.Module):
     def forward(self, sample: Sample, seen: Seen) -> dict[int, torch.Tensor]:
         """See the hook embedding_rows."""
         trained = [one for one in self.parameters() if one.requires_grad]
-        if not names_of(sample.prompt, sample):
+        if not images_of(sample.prompt, sample):
             # No rows, of which every parameter has a gradient, of zero: Megatron may wait for it to add up ranks'.
             none = [one.flatten()[:0] for one in trained]
             return {0: torch.cat(none).view(0, self._width)} if none and torch.is_grad_enabled() else {}
@@ -171,7 +171,7 @@ def rope_positions(folder: Path, sample: Sample, seen: Seen) -> dict[int, torch.
         folder: with config.json.
     """
     body = _skeleton(folder).base_model
-    if not names_of(sample.prompt, sample) or not hasattr(body, "get_rope_index"):
+    if not images_of(sample.prompt, sample) or not hasattr(body, "get_rope_index"):
         return {}
     return {0: seen.of_sample(body, sample)["position_ids"]}
 
@@ -183,6 +183,6 @@ def attention_blocks(folder: Path, sample: Sample, seen: Seen) -> dict[int, int]
         folder: with config.json.
     """
     body = _skeleton(folder).base_model
-    if not names_of(sample.prompt, sample) or "token_type_ids" not in inspect.signature(body.forward).parameters:
+    if not images_of(sample.prompt, sample) or "token_type_ids" not in inspect.signature(body.forward).parameters:
         return {}
     return _runs(seen.of_sample(body, sample)["token_type_ids"].nonzero()[:, 0])
