@@ -187,6 +187,14 @@ def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver
     assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
 
 
+def test_weights_without_the_optimizer_are_no_resume(train, folder, tmp_path):
+    argv = ["--trainer", "fsdp", "--hf-checkpoint", str(folder / "qwen3")]
+    train.ranks(1).train(prepare(folder / "run.toml", [*argv, "--no-save-optim"]), batches(1), save=tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        train.ranks(1).train(prepare(folder / "run.toml", [*argv, "--load", str(tmp_path)]), batches(1))
+    assert caught.value.code == "fsdp-checkpoint-without-optimizer"
+
+
 @pytest.mark.full  # 20 CPU s
 @pytest.mark.parametrize("flags", [(), ("--gradient-checkpointing",)], ids=["kept", "again"])
 def test_compiled_layers_change_nothing(train, flags):
