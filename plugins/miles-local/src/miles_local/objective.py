@@ -104,11 +104,15 @@ class Objective:
         if unchecked and not all(torch.stack([loss for loss, *_ in unchecked]).isfinite().tolist()):
             raise next(self._not_finite(total, batch) for loss, total, batch in unchecked if not loss.isfinite())
 
-    def leaves_out(self, asked: bool) -> bool:
-        """Whether samples without advantage stay out of a step (--skip-zero-advantages); warns if they cannot."""
-        silent = asked and self.silent_at_zero()
+    def leaves_out(self, asked: bool, *, elsewhere: bool = False) -> bool:
+        """Whether samples without advantage stay out of a step (--skip-zero-advantages); warns if they cannot.
+
+        Args:
+            elsewhere: the model learns from all tokens by what is no part of the objective.
+        """
+        silent = asked and not elsewhere and self.silent_at_zero()
         if asked and not silent:
-            logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
+            logger.warning("skip_zero_advantages has no effect: tokens without advantage are learnt from as well")
         return silent
 
     def silent_at_zero(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,12 +62,16 @@ class MegatronTrainer:
         self.architecture = sizes_of(config) if config.perf.balance_by_flops else None
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
-        self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
         self.throughput = Throughput(config, rank.size)
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
         self.sender: Sender | None = None
         self._starting = False
+
+    @functools.cached_property
+    def skips(self) -> bool:
+        """Whether the actor's steps leave out samples without advantage."""
+        return self.objective.leaves_out(self.config.perf.skip_zero_advantages, elsewhere=self.models.actor.balances)
 
     def load(self) -> Resume:
         if self.config.perf.threads:
