@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Perf, RunConfig
 from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
@@ -186,11 +186,15 @@ class Objective:
             "seen it, so the last checkpoint is good")
 
 
-def with_advantage(samples: Sequence[Sample], multiple: int) -> list[Sample]:
+def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[Sample]:
     """The samples that can have a gradient, in their order, and as many others as make a multiple, at least one.
 
     Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
+
+    Args:
+        at_once: micro-batches, of which the ranks run a multiple.
     """
+    multiple = at_once * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
     zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
     taken = len(samples) - len(zero)
     fill = max(multiple, -(-taken // multiple) * multiple) - taken
