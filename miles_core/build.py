@@ -32,7 +32,7 @@ from miles_core.resume import Hosted, check_same_data, restore, restore_prompts
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Placement
-from miles_core.stages.prompts import Records, RowPrompts, rows_of
+from miles_core.stages.prompts import PromptSource, Records, RowPrompts, rows_of
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams, ServerEngine, attended
 from miles_core.stages.step import Resume
@@ -83,10 +83,15 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     trainer = Untrained()
     try:
         await placement.open()
+        prompts = None if config.debug.debug_train_only else parts.rollout.prompt_source[config.rollout.prompt_source](
+            config, parts.tokenizer, parts.read)
+        if config.rollout.num_rollout is None:  # schedules of learning rates count to the last step
+            count = config.rollout.num_epoch * len(prompts) // config.rollout.rollout_batch_size
+            config = parts.config = with_values(config, "num_epoch", rollout__num_rollout=count)
         if not config.debug.debug_rollout_only:
             trainer = _host(plan.selected, parts, placement)
         trainer.timeout = config.perf.trainer_timeout
-        return await _assembled(parts, journal, placement, trainer)
+        return await _assembled(parts, journal, placement, trainer, prompts)
     except BaseException:
         for part in (trainer, placement):
             with contextlib.suppress(Exception):
@@ -94,15 +99,14 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
         raise
 
 
-async def _assembled(parts: Parts, journal: Journal, placement: Placement, trainer: Handle) -> Run:
-    config, tokenizer = parts.config, parts.tokenizer
+async def _assembled(parts: Parts, journal: Journal, placement: Placement, trainer: Handle,
+                     prompts: PromptSource | None) -> Run:
+    config, tokenizer, rollout = parts.config, parts.tokenizer, parts.config.rollout
     only_rollout, only_train = config.debug.debug_rollout_only, config.debug.debug_train_only
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
         config, tokenizer, placement, parts.rollout)  # before the trainer loads, so that what it lacks is said at once
     resume = await trainer.load()
     journal.console.loaded(resume.source)
-    prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](
-        config, tokenizer, parts.read)
     slots, partial_groups = load_flow(resume.state or {})
     if resume.state is not None:
         await restore((parts.driver, parts.rollout), trainer, resume.state, config, journal)
@@ -112,13 +116,9 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         check_same_data(config, prompts, resume.state["prompts"])
     if engine is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {engine.path}")
-    rollout = config.rollout
-    last = rollout.num_rollout
-    if last is None:
-        last = rollout.num_epoch * len(prompts) // rollout.rollout_batch_size
     first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
-    if config.debug.debug_exit_after_rollout is not None:
-        last = min(last, first + config.debug.debug_exit_after_rollout)
+    most = config.debug.debug_exit_after_rollout
+    last = rollout.num_rollout if most is None else min(rollout.num_rollout, first + most)
     buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else _buffer(
         config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
     sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)

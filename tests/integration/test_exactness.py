@@ -403,6 +403,17 @@ def test_an_objective_says_whether_a_token_without_advantage_is_silent(bench, al
     assert bench.trainer.skips is silent
 
 
+def test_routers_learn_from_tokens_without_advantage(tiny, tmp_path):
+    found = []
+    for skip in ((), ("--skip-zero-advantages",)):
+        bench = bench_of(tiny, "qwen3_moe", tmp_path, "--moe-aux-loss-coeff", "0.01", *skip)
+        batch = make_batch()
+        for sample in batch.samples[1:]:
+            sample.columns["advantages"][:] = 0
+        found.append(bench.step(batch)[1])
+    assert overall(found[1], found[0]) <= SPLIT
+
+
 def test_router_losses_are_means_over_the_tokens_of_a_step(tiny, tmp_path):
     """A step that has everything twice has the same load-balancing and z gradient, not twice as much."""
     flags = ["--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001"]

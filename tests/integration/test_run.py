@@ -1,5 +1,6 @@
 """Whole runs through the real command line."""
 
+import pytest
 from miles_testing.forked import miles
 
 from miles_core.record.events import read
@@ -15,3 +16,15 @@ def test_a_run_trains_and_records_itself(run_file, tmp_path):
     assert max(event["metrics"]["train/train_rollout_logprob_abs_diff_max"] for event in metrics) <= 1e-5
     syncs = [event for event in events if event["event"] == "weight_sync"]
     assert [event["version"] for event in syncs] == [1, 2, 3, 4], "one before the first rollout and one after each"
+
+
+def test_epochs_are_rollouts_also_for_the_schedule_of_the_learning_rate(run_file, tmp_path):
+    source = tmp_path / "four.jsonl"
+    source.write_text('{"prompt": "1+1=", "label": "2"}\n' * 4)
+    path = run_file(**{"num_rollout = 3": "num_epoch = 2"})
+    outcome = miles(["run", path, "--no-live", "--run-dir", "runs/a", "--prompt-data", source, "--rollout-batch-size",
+                     "4", "--num-steps-per-rollout", "2", "--lr", "1e-3", "--lr-decay-style", "linear"], tmp_path)
+    assert outcome.code == 0, outcome.err
+    rates = [event["metrics"]["train/lr-pg_0"] for event in read(tmp_path / "runs/a/events.jsonl")
+             if event["event"] == "metrics"]
+    assert rates == pytest.approx([7.5e-4, 2.5e-4]), rates  # of each rollout's last step

@@ -15,6 +15,7 @@ SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_la
 OTHERS = {"olmo2": {}, "phi3": {}, "smollm3": {}, "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5},
           "cohere2": {"logit_scale": 0.25, "head_dim": 8, "sliding_window": 16}, "stablelm": {},
           "starcoder2": {}, "nemotron": {},
+          "llama4_text": {"intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 4},
           "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "head_dim": 8,
                           "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
                           "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("fsdp")  # one worker: the processes are st
 
 LOSS, WEIGHTS = 2e-6, 1e-5
 CONSTANTS = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256)
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=7)
 RUN_FILE = """
 plugins = ["grpo"]
 [rollout]
@@ -59,6 +59,7 @@ def folder(tmp_path_factory):
             for parameter in model.parameters():
                 if parameter.dim() > 1:  # so large that another mask shows
                     parameter.mul_(3)
+            model.get_input_embeddings().weight[CONSTANTS["pad_token_id"]].normal_(0, 0.06)  # it begins as zeros
         model.save_pretrained(folder / name)
     (folder / "run.toml").write_text(RUN_FILE)
     return folder
@@ -185,6 +186,14 @@ def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver
     with pytest.raises(CheckpointError) as caught:
         ranks.train(plan, rest)
     assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
+
+
+def test_weights_without_the_optimizer_are_no_resume(train, folder, tmp_path):
+    argv = ["--trainer", "fsdp", "--hf-checkpoint", str(folder / "qwen3")]
+    train.ranks(1).train(prepare(folder / "run.toml", [*argv, "--no-save-optim"]), batches(1), save=tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        train.ranks(1).train(prepare(folder / "run.toml", [*argv, "--load", str(tmp_path)]), batches(1))
+    assert caught.value.code == "fsdp-checkpoint-without-optimizer"
 
 
 @pytest.mark.full  # 20 CPU s

@@ -125,6 +125,19 @@ def test_matrices_of_layers_are_moved_and_nothing_else(kind):
     assert {axis for name, axis in moved.items() if ".experts." not in name} == {-2}
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_no_bias_and_no_norm_decays(optimizer):
+    """The biases of stacked experts have two axes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **SIZES, num_local_experts=4))
+    groups = optimizer_of(model, Optimizer(optimizer=optimizer, weight_decay=0.1), FsdpOptions()).param_groups
+    decay = {id(one): group["weight_decay"] for group in groups for one in group["params"]}
+    for name, one in model.named_parameters():
+        assert decay[id(one)] == (0 if "bias" in name or "norm" in name or "sinks" in name else 0.1), name
+
+
 @pytest.mark.parametrize(("kind", "size"), [
     ("qwen3_moe", 2), pytest.param("qwen3", 2, marks=pytest.mark.full),
     pytest.param("qwen3_moe", 4, marks=pytest.mark.full)])

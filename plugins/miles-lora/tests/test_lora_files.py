@@ -193,6 +193,10 @@ def test_a_stream_is_merged_whole_or_not_at_all():
         list(merged(iter([pair[0], ("w.weight", weight)]), 3.0))
     with pytest.raises(SyncError, match="without the weights"):
         list(merged(iter([("w.weight", weight), *pair]), 3.0))
+    for kind in (torch.float8_e4m3fn, torch.uint8):  # their scales are other tensors
+        with pytest.raises(SyncError) as caught:
+            list(merged(iter([*pair, ("w.weight", weight.to(kind))]), 3.0))
+        assert caught.value.code == "lora-weight-quantised"
 
 
 def test_an_engine_keeps_the_base_and_takes_adapters_alone():

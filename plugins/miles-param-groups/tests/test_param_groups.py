@@ -115,6 +115,29 @@ def test_a_resumed_run_goes_on_to_the_bit(plan, one, tmp_path, choice, trainer):
         assert resumed["steps"][-1][key] == straight["steps"][-1][key]
 
 
+@TRAINERS
+def test_a_resumed_run_has_rates_of_its_own(plan, one, tmp_path, trainer):
+    """Adam moves the weights of a tensor by about its rate, whatever a run before had slowed down."""
+    first, second = rollouts()
+    flags = (*trainer, "--weight-decay", "0", "--lr-mult")
+    saved = one.train(plan(*flags, "embed_tokens=0.1"), [first], save=tmp_path / "saved")
+    resumed = one.train(plan(*flags, "lm_head=0.1", "--load", tmp_path / "saved"), [second])
+    for name, weight in saved["weights"].items():
+        rate = 1e-3 if "lm_head" in name else 1e-2
+        assert rate / 2 < np.abs(resumed["weights"][name] - weight).max() < 2 * rate, name
+
+
+def test_what_is_frozen_later_is_in_the_reference_as_it_was(plan, one, tmp_path):
+    first, second = rollouts()
+    one.train(plan("--use-kl-loss"), [first], save=tmp_path / "saved")
+    flags = ("--use-kl-loss", "--load", tmp_path / "saved")
+    expected, found = (one.train(plan(*flags, *more), [copy.deepcopy(second)])
+                       for more in ((), ("--freeze-params-name-list", "embed")))
+    for ours, theirs in zip(found["batch"].samples, expected["batch"].samples, strict=True):
+        np.testing.assert_array_equal(ours.columns["ref_log_probs"], theirs.columns["ref_log_probs"])
+    assert found["steps"][0]["train/loss"] == expected["steps"][0]["train/loss"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("trainer", [(), FSDP], ids=["megatron", "fsdp"])
 def test_in_16_bits_what_is_frozen_stays_and_a_resumed_run_goes_on(checkpoint, plan, one, tmp_path, trainer):

@@ -37,8 +37,6 @@ from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
 
 STATE, TENSORS = "fsdp.json", "tensors"
-FROM_OPTIONS = ("betas", "eps", "weight_decay", "lr", "lr_mult", "fused")
-"""Of an optimizer's groups: a run that resumes has its own."""
 
 
 def latest(folder: str) -> int | None:
@@ -112,21 +110,27 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
     where = Path(folder, f"iter_{iteration:07d}")
     try:
         saved = json.loads((where / STATE).read_text(encoding="utf-8"))
-        tensors = _tensors(models, saved["optimizer"])
+        if not saved["optimizer"]:
+            raise CheckpointError("the checkpoint holds weights without optimizer state, so nothing can be resumed "
+                                  "exactly", code="fsdp-checkpoint-without-optimizer", who=str(where),
+                                  fix="start from a directory of --save-hf; save without --no-save-optim next time")
+        tensors = _tensors(models, whole=True)
         stored = FileSystemReader(where / TENSORS).read_metadata().state_dict_metadata
         wanted = {f"{name}.model.{key}" for name, part in tensors.items() for key in part["model"]}
         if surplus := [name for name in stored if ".optimizer." not in name and name not in wanted]:
             raise ValueError(f"no place for {surplus[0]}")  # what is wanted and not there is said by what loads
-        load_tensors(tensors, checkpoint_id=where / TENSORS)
+        # Not the optimizer's groups: this run has its own, which may be other parameters' together.
+        state = {name: {**part, "optimizer": {"state": part["optimizer"]["state"]}} for name, part in tensors.items()}
+        load_tensors(state, checkpoint_id=where / TENSORS)
         for name, one in models.trained.items():
             _restore(one, tensors[name])
             one.steps = saved["steps"][name]
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         raise _unreadable(where, error) from error
-    state: dict[str, Any] = saved["state"]
-    if files := state.get("files"):
-        state = {**state, "files": {name: (where / name).read_bytes() for name in files}}
-    return state
+    run: dict[str, Any] = saved["state"]
+    if files := run.get("files"):
+        run = {**run, "files": {name: (where / name).read_bytes() for name in files}}
+    return run
 
 
 def _unreadable(where: Path, error: BaseException) -> CheckpointError:
@@ -148,11 +152,7 @@ def _tensors(models: Models, whole: bool) -> dict[str, Any]:
 
 def _restore(trained: Trained, tensors: dict[str, Any]) -> None:
     set_model_state_dict(trained.module, tensors["model"], options=StateDictOptions(strict=False))  # all were there
-    if "optimizer" in tensors:
-        own = [{key: group[key] for key in FROM_OPTIONS if key in group} for group in trained.optimizer.param_groups]
-        set_optimizer_state_dict(trained.module, trained.optimizer, tensors["optimizer"])
-        for group, options in zip(trained.optimizer.param_groups, own, strict=True):
-            group.update(options)
+    set_optimizer_state_dict(trained.module, trained.optimizer, tensors["optimizer"])
 
 
 def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_local.muon_options import MUON
+from miles_local.muon_options import LAYER, MUON
 
 from miles_core.config.hardware import trainer_gpus
 from miles_core.config.tables import RunConfig
@@ -17,8 +17,6 @@ from miles_fsdp.plugin import FsdpOptions
 GIB = 2**30
 MASTER, GRADIENT, MOMENT = 4, 4, 4
 """Bytes of a parameter in float32; AdamW has two moments, and Muon one."""
-LAYER = re.compile(r"\.\d+\.")
-"""In the names of what belongs to one of several layers; embeddings, output layers and value heads have no number."""
 TEXT = re.compile(r"(^|\.)(language_model|lm_head)\.|^(model\.)?(embed_tokens|layers|norm)\.")
 """Begins the names of a text model, where it lies beside what sees."""
 

@@ -120,8 +120,11 @@ class CausalModule(torch.nn.Module):
             body, text, model = copy.copy(model), copy.copy(inner), inner
             text._modules = {**inner._modules, "lm_head": torch.nn.Identity()}
             body._modules = {**body._modules, "language_model": text}
+        passed = model.base_model
+        if body is model and hasattr(model, "lm_head"):  # Llama 4's text alone names a body that it has not
+            body, passed, prefix = model.model, model.model, "model"
         head = copy.copy(model)  # the same parameters and code, but for the body
-        head._modules = {**model._modules, prefix: _Passed(model.base_model)}
+        head._modules = {**model._modules, prefix: _Passed(passed)}
         self._head, self._body = (head,), (body,)  # torch would take them for further models
 
     def forward(self, batch: MicroBatch, use: Callable[[Scored], T], around: Around | None = None) -> T:
@@ -225,6 +228,9 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
                               got=str(error).split("\n")[0], fix="look at its config.json and at "
                               "--attn-implementation, or train with --trainer megatron") from error
     _turn_back(model, Path(folder))
+    for part in model.modules():
+        if isinstance(part, torch.nn.Embedding):
+            part.padding_idx = None  # a token of a sample is learnt from, also where it is what others fill up with
     return model.eval()
 
 

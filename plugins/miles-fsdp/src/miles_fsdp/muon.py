@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from miles_local.muon import MOMENTUM, Steps
+from miles_local.muon_options import LAYER
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from miles_fsdp.adamw import ShardedAdamW
-from miles_fsdp.memory import LAYER
 from miles_fsdp.plugin import FsdpOptions
 
 OUTPUTS = "output_axis"

@@ -76,7 +76,7 @@ def optimizer_of(module: torch.nn.Module, options: Optimizer, own: FsdpOptions) 
     groups: dict[tuple[bool, float, bool, int], list[torch.nn.Parameter]] = {}
     for name, one in module.named_parameters():
         if one.requires_grad:
-            factor, plain = getattr(one, "lr_mult", 1.0), one.ndim == 1 or name.endswith(".bias")
+            factor, plain = getattr(one, "lr_mult", 1.0), one.ndim == 1 or name.endswith("bias")  # experts' are stacked
             groups.setdefault((factor != 1.0, -factor, plain, axes.get(one, 0)), []).append(one)
     settings: list[dict[str, Any]] = [
         {"params": groups[apart, negative, plain, axis], "weight_decay": 0.0 if plain else options.weight_decay}

@@ -199,7 +199,8 @@ class FsdpTrainer:
             reduced = np.asarray(reduction(samples), np.float64)
         token_weight = dict(zip(map(id, samples), reduced.tolist(), strict=True))
         shares: dict[str, torch.Tensor] = {}
-        taken = with_advantage(samples, self._samples_at_once()) if self.skips and objective.actor else samples
+        leaves_out = self.skips and objective.actor
+        taken = with_advantage(samples, self.config.perf, self.ranks.data) if leaves_out else samples
         unscored = objective.actor and self.config.algorithm.skip_actor_forward_only and not any(
             "log_probs" in sample.columns for sample in taken)
         columns, model = ColumnParts(), self.models.trained[name]
@@ -232,11 +233,6 @@ class FsdpTrainer:
         prefix = "train" if name == ACTOR else name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
             mismatch(taken, self.batch.version) if unscored else {})
-
-    def _samples_at_once(self) -> int:
-        """What the number of a step's samples has to be a multiple of."""
-        perf = self.config.perf
-        return self.ranks.data * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
 
     def scoring_pass(self, name: str, parts: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Perf, RunConfig
 from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
@@ -104,11 +104,15 @@ class Objective:
         if unchecked and not all(torch.stack([loss for loss, *_ in unchecked]).isfinite().tolist()):
             raise next(self._not_finite(total, batch) for loss, total, batch in unchecked if not loss.isfinite())
 
-    def leaves_out(self, asked: bool) -> bool:
-        """Whether samples without advantage stay out of a step (--skip-zero-advantages); warns if they cannot."""
-        silent = asked and self.silent_at_zero()
+    def leaves_out(self, asked: bool, *, elsewhere: bool = False) -> bool:
+        """Whether samples without advantage stay out of a step (--skip-zero-advantages); warns if they cannot.
+
+        Args:
+            elsewhere: the model learns from all tokens by what is no part of the objective.
+        """
+        silent = asked and not elsewhere and self.silent_at_zero()
         if asked and not silent:
-            logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
+            logger.warning("skip_zero_advantages has no effect: tokens without advantage are learnt from as well")
         return silent
 
     def silent_at_zero(self) -> bool:
@@ -182,11 +186,15 @@ class Objective:
             "seen it, so the last checkpoint is good")
 
 
-def with_advantage(samples: Sequence[Sample], multiple: int) -> list[Sample]:
+def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[Sample]:
     """The samples that can have a gradient, in their order, and as many others as make a multiple, at least one.
 
     Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
+
+    Args:
+        at_once: micro-batches, of which the ranks run a multiple.
     """
+    multiple = at_once * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
     zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
     taken = len(samples) - len(zero)
     fill = max(multiple, -(-taken // multiple) * multiple) - taken

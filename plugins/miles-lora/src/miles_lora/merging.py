@@ -40,6 +40,10 @@ def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tens
     if missing := [one for one in names if one not in adapters]:
         raise SyncError("one half of an adapter is missing", code="lora-adapter-incomplete", got=missing[0],
                         fix="send both A and B")
+    if weight.dtype.itemsize < 2:  # its scale is another tensor
+        raise SyncError("adapters cannot be merged into quantised weights", code="lora-weight-quantised",
+                        got=f"{name} in {str(weight.dtype).removeprefix('torch.')}",
+                        fix="name plugin lora before the one that quantises, and leave --weight-sync adapter out")
     first, second = (adapters.pop(one) for one in names)
     return merge(weight, first, second, scale)
 

@@ -17,7 +17,6 @@ import platform
 import queue
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 _ALONE = Rank()
-_left = threading.Event()
-"""Set from `leave` until the next `process_group`."""
+_left = False
+"""From `leave` until the next `process_group`."""
 _HERE = f"__import__('sys').modules[{__name__!r}]"
 
 
@@ -292,9 +291,10 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     """
     if dist.is_initialized():
         return
-    if _left.is_set():
+    global _left
+    if _left:
         gc.collect()  # what only cycles refer to, of which each process group that was left has threads
-        _left.clear()
+        _left = False
     _take_gpu(rank)
     rendezvous.join(rank, timeout)
 
@@ -315,12 +315,13 @@ def _take_gpu(rank: Rank) -> None:
 
 def leave() -> None:
     """Leave all process groups; where the process serves another trainer, `process_group` first ends their threads."""
+    global _left
     from megatron.core import parallel_state
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        _left.set()
+        _left = True
 
 
 def initialize(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from miles_core.config.tables import RunConfig
@@ -28,6 +29,9 @@ cpu.install()
 
 from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Fields of TransformerConfig: what multiplies losses of routers, of all tokens that they see."""
 
 
 class ModelOnRank:
@@ -157,6 +161,14 @@ class ModelOnRank:
         self.scheduler.step(1)
         return norms | rates
 
+    @property
+    def balances(self) -> bool:
+        """Whether routers learn from every token, whatever its advantage: by losses, or by a bias that is moved."""
+        settings = self.settings
+        moved = settings.moe_router_enable_expert_bias and settings.moe_router_bias_update_rate
+        lost = any(np.any(getattr(settings, name) or 0) for name in ROUTER_LOSSES)
+        return settings.num_moe_experts is not None and bool(moved or lost)
+
     @contextmanager
     def router_losses(self, tokens: int) -> Iterator[None]:
         """Inside, load-balancing and z losses of the routers are means over the step's `tokens`.
@@ -164,8 +176,7 @@ class ModelOnRank:
         Megatron multiplies each micro-batch's by its tokens and counts on dividing all gradients by the total at the
         end of the step; here nothing is divided at the end.
         """
-        names = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-        coefficients = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
+        coefficients = {name: getattr(self.settings, name) for name in ROUTER_LOSSES if getattr(self.settings, name)}
         for name, whole in coefficients.items():
             share = [one / tokens for one in whole] if isinstance(whole, list) else whole / tokens
             setattr(self.settings, name, share)

@@ -66,6 +66,7 @@ class Models:
         self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
         self.on_rank = {"actor": self.actor}
         self._swapped: dict[str, str] = {}
+        self._apart = False
         for name, model in declared.items():
             folder = Path(model.source)
             other = (folder / "config.json").is_file() and self.actor.spec != architecture(folder, config, hooks)[0]
@@ -90,10 +91,11 @@ class Models:
         paths = self.config.checkpoint
         resume = paths.load and not self._start and not checkpoints().never_saved(
             paths.load, own=paths.load == paths.save)
-        source_in_actor = None  # the source whose weights the actor's place holds
+        source_in_actor = frozen = None  # the source whose weights the actor's place holds
         for name, source in self._swapped.items():
             self.actor.fill(source)
             self._copies[name], source_in_actor = self.actor.copy(moving=self._shares(name)), source
+            frozen = self._frozen() if self._shares(name) else frozen
         for one in self.on_rank.values():
             filled = one is self.actor and source_in_actor == one.declared.source
             if not filled and not (resume and one.declared.trainable):
@@ -109,6 +111,8 @@ class Models:
             return Resume(0, None, self.actor.declared.source + weights_alone)
         parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
         iteration, state = checkpoints().load(paths.load, parts)
+        if frozen is not None and self._frozen() != frozen:
+            self._unshare()
         return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
     def close(self) -> None:
@@ -159,7 +163,21 @@ class Models:
 
     def _shares(self, name: str) -> bool:
         """Whether a model that is swapped in has the actor's frozen weights."""
-        return self._swapped[name] == self.actor.declared.source
+        return not self._apart and self._swapped[name] == self.actor.declared.source
+
+    def _frozen(self) -> list[float]:
+        """Numbers that are others if what is frozen in the actor is."""
+        return [float(number) for one in self.actor.parameters() if not one.requires_grad
+                for number in (one.sum(dtype=torch.float64), torch.linalg.vector_norm(one, dtype=torch.float64))]
+
+    def _unshare(self) -> None:
+        """What is frozen now has trained before the checkpoint: models that come from the start get it as it was."""
+        actor, sharing = self.actor.copy(), [name for name in self._swapped if self._shares(name)]
+        self.actor.fill(self.actor.declared.source)
+        self._apart = True
+        for name in sharing:
+            self._copies[name] = self.actor.copy()
+        self.actor.put(actor)
 
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""

@@ -7,12 +7,12 @@ its tensor-parallel ranks, whole on all of them, and each keeps its part of the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from miles_local.muon import MOMENTUM, Steps
+from miles_local.muon_options import LAYER
 
 from miles_megatron import cpu, tensor_merges
 from miles_megatron.adam import AdamW, prepare
@@ -25,9 +25,6 @@ cpu.install()
 
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig  # noqa: E402 - after install()
 from megatron.core.utils import unwrap_model  # noqa: E402
-
-NUMBER = re.compile(r"\.\d+\.")
-"""In the names of what belongs to one of several layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def matrices_of(chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, Matrice
     of numbered layers, routers and adapters included."""
     weight_map = unwrap_model(chunks[0]).weight_map
     rules = {ours: rule for ours, rule, names in instances(weight_map)
-             if all(NUMBER.search(one) and (rule.experts or one.endswith(".weight")) for one in names)}
+             if all(LAYER.search(one) and (rule.experts or one.endswith(".weight")) for one in names)}
     return {getattr(one, "main_param", one): Matrices(of_all_experts(name), one, rules[name], weight_map)
             for name, one in global_parameters(chunks).items() if name in rules and one.ndim == 2}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,12 +62,16 @@ class MegatronTrainer:
         self.architecture = sizes_of(config) if config.perf.balance_by_flops else None
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
-        self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
         self.throughput = Throughput(config, rank.size)
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
         self.sender: Sender | None = None
         self._starting = self._stepped = False
+
+    @functools.cached_property
+    def skips(self) -> bool:
+        """Whether the actor's steps leave out samples without advantage."""
+        return self.objective.leaves_out(self.config.perf.skip_zero_advantages, elsewhere=self.models.actor.balances)
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -269,7 +274,8 @@ class MegatronTrainer:
             return value
 
         model.zero_grad()
-        taken = with_advantage(samples, self._samples_at_once()) if self.skips and objective.actor else samples
+        at_once = self.layout.data * self.layout.micro_batch_multiple
+        taken = with_advantage(samples, self.config.perf, at_once) if objective.actor and self.skips else samples
         tokens = sum(sample.length for sample in taken)
         unscored = self.config.algorithm.skip_actor_forward_only and not any("log_probs" in s.columns for s in taken)
         scores = ColumnScatter(taken) if objective.actor and unscored else None
@@ -290,12 +296,6 @@ class MegatronTrainer:
         prefix = "train" if model is self.models.actor else model.name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
             {} if scores is None else mismatch(taken, self.batch.version))
-
-    def _samples_at_once(self) -> int:
-        """What the number of a step's samples has to be a multiple of."""
-        perf = self.config.perf
-        unit = self.layout.data * self.layout.micro_batch_multiple
-        return unit if perf.use_dynamic_batch_size else unit * perf.micro_batch_size
 
     def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
