@@ -83,15 +83,15 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     trainer = Untrained()
     try:
         await placement.open()
-        prompts = None if config.debug.debug_train_only else parts.rollout.prompt_source[config.rollout.prompt_source](
+        counted, only_train = config.rollout.num_rollout is not None, config.debug.debug_train_only
+        prompts = None if counted and only_train else parts.rollout.prompt_source[config.rollout.prompt_source](
             config, parts.tokenizer, parts.read)
-        if config.rollout.num_rollout is None:  # schedules of learning rates count to the last step
+        if not counted:  # schedules of learning rates count to the last step
             count = config.rollout.num_epoch * len(prompts) // config.rollout.rollout_batch_size
             config = parts.config = with_values(config, "num_epoch", rollout__num_rollout=count)
-        if not config.debug.debug_rollout_only:
-            trainer = _host(plan.selected, parts, placement)
+        trainer = trainer if config.debug.debug_rollout_only else _host(plan.selected, parts, placement)
         trainer.timeout = config.perf.trainer_timeout
-        return await _assembled(parts, journal, placement, trainer, prompts)
+        return await _assembled(parts, journal, placement, trainer, None if only_train else prompts)
     except BaseException:
         for part in (trainer, placement):
             with contextlib.suppress(Exception):

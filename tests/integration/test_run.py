@@ -22,9 +22,11 @@ def test_epochs_are_rollouts_also_for_the_schedule_of_the_learning_rate(run_file
     source = tmp_path / "four.jsonl"
     source.write_text('{"prompt": "1+1=", "label": "2"}\n' * 4)
     path = run_file(**{"num_rollout = 3": "num_epoch = 2"})
-    outcome = miles(["run", path, "--no-live", "--run-dir", "runs/a", "--prompt-data", source, "--rollout-batch-size",
-                     "4", "--num-steps-per-rollout", "2", "--lr", "1e-3", "--lr-decay-style", "linear"], tmp_path)
-    assert outcome.code == 0, outcome.err
-    rates = [event["metrics"]["train/lr-pg_0"] for event in read(tmp_path / "runs/a/events.jsonl")
-             if event["event"] == "metrics"]
-    assert rates == pytest.approx([7.5e-4, 2.5e-4]), rates  # of each rollout's last step
+    for name, rollouts in (("a", "--save-debug-rollout-data"), ("b", "--load-debug-rollout-data")):
+        outcome = miles(["run", path, "--no-live", "--run-dir", f"runs/{name}", "--prompt-data", source, "--lr", "1e-3",
+                         "--rollout-batch-size", "4", "--num-steps-per-rollout", "2", "--lr-decay-style", "linear",
+                         rollouts, "saved/{rollout_id}"], tmp_path)
+        assert outcome.code == 0, outcome.err
+        rates = [event["metrics"]["train/lr-pg_0"] for event in read(tmp_path / f"runs/{name}/events.jsonl")
+                 if event["event"] == "metrics"]
+        assert rates == pytest.approx([7.5e-4, 2.5e-4]), rates  # of each rollout's last step
