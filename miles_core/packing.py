@@ -118,10 +118,10 @@ def schedule(lengths: Sequence[int], *, data: int, capacity: int | None, micro_b
              loads: Sequence[float] | None = None, balance: bool = True) -> list[list[list[int]]]:
     """The micro-batches of one optimizer step for each data-parallel rank; every rank gets the same number.
 
-    With a capacity: first-fit-decreasing bins, then the heaviest bin of several samples is halved until the number of
-    bins is a multiple of data x multiple. Without: consecutive micro-batches of `micro_batch_size` samples. They are
-    dealt by Karmarkar and Karp over the loads, and each rank runs its heaviest first, so that micro-batches which run
-    at the same time are alike. One rank keeps the order in which they were packed.
+    With a capacity: first-fit-decreasing bins, of which the heaviest that has several samples is halved until they are
+    a multiple of data x multiple. If all are alone before that, bins of the index after the last are added: the
+    shortest sample once more, with nothing to train on. Without: consecutive ones of `micro_batch_size`. They are dealt
+    by Karmarkar and Karp over the loads, each rank's heaviest first. One rank keeps the order of the packing.
 
     Args:
         lengths: tokens of each of the step's samples.
@@ -137,19 +137,19 @@ def schedule(lengths: Sequence[int], *, data: int, capacity: int | None, micro_b
         rank -> micro-batches -> ascending indices into `lengths`.
 
     Raises:
-        BatchError: there are too few samples to give every rank its share.
+        BatchError: there is no sample, or those of a fixed number do not divide.
     """
     loads = lengths if loads is None else loads
     unit = data * multiple
     packed = fixed(len(lengths), micro_batch_size) if capacity is None else (
         _split(first_fit_decreasing(lengths, capacity), loads, unit))
+    if capacity is not None and packed and (missing := -len(packed) % unit):
+        packed, loads = [*packed, *[[len(lengths)]] * missing], [*loads, loads[lengths.index(min(lengths))]]
     if not packed or len(packed) % unit:
-        each = f"micro-batches of {micro_batch_size}" if capacity is None else f"at most {capacity} tokens each"
         raise BatchError(f"a step's micro-batches cannot be dealt to {data} ranks, which take a multiple of {unit}",
-                         code="micro-batches-not-divisible",
-                         got=f"{len(lengths)} samples, {each}, hence {len(packed)}", who="rollout.global_batch_size",
-                         fix=f"make global_batch_size a multiple of {unit}, at least {unit}" + (
-                             "; --use-dynamic-batch-size takes steps of any size" if capacity is None else ""))
+                         code="micro-batches-not-divisible", who="rollout.global_batch_size",
+                         got=f"{len(lengths)} samples, {micro_batch_size} at a time, hence {len(packed)}",
+                         fix=f"make global_batch_size a multiple of {unit}, or --use-dynamic-batch-size")
     if data == 1:
         return [packed]
     if not balance:

@@ -183,6 +183,20 @@ def test_a_schedule_has_every_index_once_within_the_capacity_and_the_same_number
     assert ranks == schedule(tuple(lengths), **options)
 
 
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(10, 80), st.integers(1, 5),
+       st.integers(1, 3), st.booleans())
+def test_any_number_of_samples_is_dealt_with_the_shortest_once_more_where_all_are_alone(
+        lengths, capacity, data, multiple, balance):
+    ranks = schedule(lengths, data=data, capacity=capacity, micro_batch_size=1, multiple=multiple, balance=balance)
+    assert len(ranks) == data and len({len(parts) for parts in ranks}) == 1 and len(ranks[0]) % multiple == 0
+    parts = [part for parts in ranks for part in parts]
+    once = [part for part in parts if len(lengths) not in part]
+    assert sorted(index for part in once for index in part) == list(range(len(lengths)))
+    if once != parts:
+        assert [part for part in parts if part not in once] == [[len(lengths)]] * (len(parts) - len(lengths))
+        assert len(once) == len(lengths) and len(parts) - len(lengths) < data * multiple
+
+
 @given(STEP, st.integers(10, 80), st.integers(2, 5))
 def test_dealing_by_load_is_no_worse_than_in_turns_of_falling_load(lengths, capacity, data):
     lengths = lengths[: len(lengths) // data * data]
@@ -208,6 +222,7 @@ def test_schedules_by_hand():
     assert schedule([9, 1, 9, 1], data=2, capacity=None, micro_batch_size=1, balance=False) == [[[0], [2]], [[1], [3]]]
     assert schedule([9, 1, 9, 1], data=2, capacity=None, micro_batch_size=1) == [[[0], [3]], [[2], [1]]]
     assert schedule([5, 5, 5, 5], data=1, capacity=20, micro_batch_size=1, multiple=2) == [[[0, 3], [1, 2]]]
+    assert schedule([6, 5, 6], data=2, capacity=6, micro_batch_size=1) == [[[0], [3]], [[2], [1]]]
     assert schedule([6, 6, 1, 1], data=3, capacity=12, micro_batch_size=1) == [[[0]], [[1]], [[2, 3]]]
     # one sample of 4 is as costly as the other three where cost grows with the square
     assert schedule([4, 2, 2, 2], data=2, capacity=6, micro_batch_size=1, loads=[16, 4, 4, 4]) == [[[0, 1]], [[2, 3]]]
@@ -219,14 +234,11 @@ def test_samples_over_the_capacity_are_named():
 
 
 @pytest.mark.parametrize(("lengths", "options", "message"), [
-    ([5], {"data": 2, "capacity": 10}, "(got 1 samples, at most 10 tokens each, hence 1). "
-     "Fix: make global_batch_size a multiple of 2, at least 2."),
-    ([9, 9, 9], {"data": 2, "capacity": 10}, "a step's micro-batches cannot be dealt to 2 ranks, which take a multiple "
-     "of 2 (got 3 samples, at most 10 tokens each, hence 3)"),
-    ([1] * 6, {"data": 2, "multiple": 2, "capacity": None}, "to 2 ranks, which take a multiple of 4 (got 6 samples, "
-     "micro-batches of 1, hence 6). Fix: make global_batch_size a multiple of 4"),
+    ([], {"data": 2, "capacity": 10}, "0 samples, 1 at a time, hence 0"),
+    ([9, 9, 9], {"data": 2, "capacity": None}, "3 samples, 1 at a time, hence 3"),
+    ([1] * 6, {"data": 2, "multiple": 2, "capacity": None}, "6 samples, 1 at a time, hence 6"),
 ])  # fmt: skip
 def test_what_cannot_be_dealt_says_what_would(lengths, options, message):
     with pytest.raises(BatchError) as caught:
         schedule(lengths, micro_batch_size=1, **options)
-    assert message in str(caught.value)
+    assert caught.value.got == message and caught.value.code == "micro-batches-not-divisible"

@@ -147,6 +147,26 @@ def test_samples_without_advantage_can_be_left_out(train, size):
     assert all(np.abs(fewer["weights"][name] - value).max() <= WEIGHTS for name, value in whole["weights"].items())
 
 
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_samples_that_ranks_cannot_divide_are_trained_on_as_one_rank_does(train, folder, trainer):
+    """Each alone in a micro-batch, 7 and 8 of them in a step: a rank has one more than it has samples."""
+    found = {}
+    for size in (1, 2):
+        given = batches(1)
+        del given[0].groups[0].samples[1]
+        plan = prepare(folder / "run.toml", ["--trainer", trainer, "--hf-checkpoint", str(folder / "qwen3"),
+                                             "--actor-num-gpus-per-node", str(size), "--max-tokens-per-gpu", "1"])
+        found[size] = train.ranks(size).train(plan, given)
+    one, two = found[1], found[2]
+    assert len(one["batch"].samples) == 15
+    for name in ("train/loss", "train/grad_norm", "train/kl_loss", "train/entropy_loss", "rollout/log_probs"):
+        values = [[step[name] for step in each["steps"] if name in step] for each in (one, two)]
+        assert values[0] == pytest.approx(values[1], abs=1e-5) and values[0], name
+    for mine, theirs in zip(one["batch"].samples, two["batch"].samples, strict=True):
+        assert mine.columns["log_probs"] == pytest.approx(theirs.columns["log_probs"], abs=1e-4)
+    assert all(np.abs(two["weights"][name] - value).max() <= WEIGHTS for name, value in one["weights"].items())
+
+
 PPO = ("--advantage-estimator", "ppo", "--lambd", "0.9", "--critic-lr", "1e-3", "--adam-eps", "1e-6")
 
 

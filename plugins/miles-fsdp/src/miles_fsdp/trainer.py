@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import Objective, with_advantage
+from miles_local.objective import Objective, in_micro_batches, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -207,8 +207,8 @@ class FsdpTrainer:
         filled: list[tuple[MicroBatch, torch.Tensor]] = []
         model.optimizer.zero_grad()
         for batch in self._micro_batches(taken):
-            weights = on_device(np.array([token_weight[id(s)] for s in batch.samples], np.float32), batch.device)
-            weights = weights[batch.sample]
+            per_sample = np.array([token_weight.get(id(sample), 0.0) for sample in batch.samples], np.float32)
+            weights = on_device(per_sample, batch.device)[batch.sample]
             loss, share, log_probs = model.module(
                 batch, lambda scored, weights=weights: objective(scored, weights), self.models.around(name))
             loss.backward()
@@ -258,8 +258,8 @@ class FsdpTrainer:
                                "more memory than planned", samples[i].name, lengths[i], limit)
         plan = packing.schedule(lengths, data=self.ranks.data, capacity=limit, balance=perf.balance_data,
                                 micro_batch_size=perf.micro_batch_size)
-        for part in plan[self.ranks.data_index]:
-            yield MicroBatch(self.columns, [samples[i] for i in part], self.ranks.device, self.ranks.context)
+        for part in in_micro_batches(samples, plan[self.ranks.data_index]):
+            yield MicroBatch(self.columns, part, self.ranks.device, self.ranks.context)
 
     def _score(self, access: Access) -> dict[str, float]:
         algorithm, metrics = self.config.algorithm, {"perf/log_probs_time": 0.0}

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from miles_core.config.tables import Perf, RunConfig
@@ -200,3 +202,13 @@ def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[
     fill = max(multiple, -(-taken // multiple) * multiple) - taken
     left_out = set(zero[fill:])
     return [sample for i, sample in enumerate(samples) if i not in left_out]
+
+
+def in_micro_batches(samples: Sequence[Sample], indices: Sequence[Sequence[int]]) -> list[list[Sample]]:
+    """A rank's micro-batches as packing.schedule has them: the index after the last is the shortest sample without a
+    token to train on, which no step's weights know."""
+    if any(len(samples) in part for part in indices):
+        shortest = min(samples, key=lambda sample: sample.length)
+        nothing = np.zeros_like(shortest.columns["loss_mask"])
+        samples = [*samples, replace(shortest, columns={**shortest.columns, "loss_mask": nothing})]
+    return [[samples[i] for i in part] for part in indices]

@@ -110,7 +110,7 @@ class ColumnScatter:
 
     def _copy(self, sample_of: torch.Tensor, offset: torch.Tensor, samples: Sequence[Sample],
               values: Mapping[str, torch.Tensor]) -> None:
-        starts = torch.tensor([self._first[id(sample)] for sample in samples])
+        starts = torch.tensor([self._first.get(id(sample), 0) for sample in samples])  # an unknown one has no rows
         where = starts[sample_of.cpu()] + offset.cpu()
         for name, rows in values.items():
             if name not in self._buffers:

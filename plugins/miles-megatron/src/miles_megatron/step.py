@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import Objective, with_advantage
+from miles_local.objective import Objective, in_micro_batches, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -245,7 +245,7 @@ class MegatronTrainer:
             lengths, data=self.layout.data, capacity=capacity, micro_batch_size=perf.micro_batch_size,
             multiple=self.layout.micro_batch_multiple, balance=perf.balance_data, loads=self._loads(lengths),
         )  # fmt: skip
-        return [[samples[i] for i in part] for part in plan[parallel_state.get_data_parallel_rank()]]
+        return in_micro_batches(samples, plan[parallel_state.get_data_parallel_rank()])
 
     def _loads(self, lengths: Sequence[int]) -> list[int] | None:
         """What --balance-by-flops balances; None for tokens."""
@@ -263,7 +263,7 @@ class MegatronTrainer:
         shares: dict[str, torch.Tensor] = {}
 
         def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
-            weights = np.array([token_weight[id(sample)] for sample in batch.samples], np.float32)
+            weights = np.array([token_weight.get(id(sample), 0.0) for sample in batch.samples], np.float32)
             per_sample = on_device(weights, hidden.device)
             scored = Scored(model, hidden, batch, self.temperature)
             value, share, log_probs = objective(scored, per_sample[batch.sample])
