@@ -268,7 +268,7 @@ class Buffer:
         return StarvedError(f"filters dropped {counts.total()} groups ({reasons}) and kept {passed} of the "
                             f"{self.batch_size} that a rollout needs{'; last: ' + detail if detail else ''}",
                             code="batch-starved",
-                            fix="see to the reason; answers that score the same teach nothing: a wrong --label-key, "
+                            fix="see to the reason; equal rewards of a group teach nothing: a wrong --label-key, "
                                 "a scorer that never matches, a task that is too hard or too easy")
 
     async def _until(self, ready: Callable[[], object]) -> None:

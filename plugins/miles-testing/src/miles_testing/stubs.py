@@ -66,6 +66,10 @@ PACKAGES = {"click": "import click", "np": "import numpy as np", "torch": "impor
 """And what is named with its module."""
 
 
+SHOWN = {"commands": "Print something", "convert": "Copy a Hugging Face directory"}
+"""What `miles --help` and `miles convert --help` say of the example."""
+
+
 def stub(name: str, spec: Callable) -> dict:
     """One hook's method: its lines, the imports of its types, and what a table says of it; plain data."""
     signature = inspect.signature(spec)
@@ -78,10 +82,10 @@ def stub(name: str, spec: Callable) -> dict:
         lines = [f"{word} {name}(", *(f"    {one}," for one in re.split(r", (?![^\[]*\])", parameters)),
                  f") -> {signature.return_annotation}:"]
     words = set(re.findall(r"\w+", f"{parameters} {signature.return_annotation}"))
-    about = "Print something" if name == "commands" else _about(spec)  # `miles --help` shows it
+    about = SHOWN.get(name) or _about(spec)
     doc = [f'"""{about}."""'] if len(about) < 104 else [*textwrap.wrap(f'"""{about}.', 112), '"""']
     return {"named": spec.kind == "named", "kind": spec.kind, "role": spec.role, "per": spec.per, "about": about,
-            "lines": lines, "doc": doc, "body": _body(name, spec), "help": f"{about}." if name == "commands" else "",
+            "lines": lines, "doc": doc, "body": _body(name, spec), "help": f"{about}." if name in SHOWN else "",
             "packages": [line for word, line in PACKAGES.items() if word in words],
             "imports": sorted((HOMES[word], word) for word in words & HOMES.keys())}
 
