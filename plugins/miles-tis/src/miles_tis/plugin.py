@@ -112,6 +112,11 @@ def _check(options: TisOptions, config: RunConfig) -> None:
         raise ConfigError("use_tis and use_rollout_logprobs correct the same gap twice",
                           code="tis-with-rollout-log-probs", who="[tis], [algorithm]",
                           fix="drop one: with use_rollout_logprobs the ratio of the loss is to the engine already")
+    if options.use_opsm and config.rollout.num_steps_per_rollout == 1 and not algorithm.use_rollout_logprobs:
+        raise ConfigError("use_opsm would leave nothing out: in a rollout's only step the policy is the old one",
+                          code="tis-opsm-without-effect", who="tis.use_opsm, rollout.num_steps_per_rollout", got=1,
+                          fix="add --use-rollout-logprobs, for the distance from what the engine sampled with, or take "
+                              "several steps")
     if not options.tis_batch_normalize:
         return
     if not options.use_tis or options.tis_level == "geometric":
