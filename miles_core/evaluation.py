@@ -87,11 +87,11 @@ def told(group: Group) -> str | None:
 
 
 def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Miles's names: eval/NAME is the mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
+    """Miles's names: eval/NAME is the mean reward of a rollout; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([sample.response_length for sample in samples])
     metrics = {
-        f"eval/{name}": np.mean([sample.reward for sample in samples]),
+        f"eval/{name}": np.mean([reward for group in groups for reward in rollout_rewards(group).values()]),
         f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
         f"eval/{name}/response_len/mean": lengths.mean(),
         f"eval/{name}/response_len/max": lengths.max()}

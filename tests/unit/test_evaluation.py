@@ -39,12 +39,13 @@ def test_metrics_by_hand():
     assert found["eval/math/response_len/mean"] == 2.0 and found["eval/math-truncated_ratio"] == 0.0
 
 
-def test_pass_at_k_draws_rollouts_whose_samples_are_several():
-    """Of two rollouts the first has three samples; and no k is above what every group has."""
+def test_a_rollout_of_several_samples_counts_once():
+    """Of two rollouts the first has three samples; and no k of pass@k is above what every group has."""
     split, other = group([1.0, 1.0, 1.0, 0.0]), group([0.0, 0.0, 0.0])
     for sample, rollout in zip(split.samples, (0, 0, 0, 1), strict=True):
         sample.rollout = rollout
     assert pass_at_k(split, 1) == 0.5 and pass_at_k(split, 2) == 1.0
+    assert metrics_of("math", [split])["eval/math"] == 0.5
     found = metrics_of("math", [split, other])
     assert [key for key in found if "pass@" in key] == ["eval/math-pass@1", "eval/math-pass@2"]
     assert found["eval/math-pass@1"] == 0.25 and found["eval/math-pass@2"] == 0.5
