@@ -87,7 +87,7 @@ def told(group: Group) -> str | None:
 
 
 def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Miles's names: eval/NAME is the mean reward of a rollout; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
+    """Miles's names: eval/NAME is rollouts' mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([sample.response_length for sample in samples])
     metrics = {
