@@ -158,10 +158,11 @@ def test_shared_hardware_is_never_used_for_two_purposes_at_once():
     assert trained(run) == trained(alone)
 
 
-def test_filters_that_drop_everything_end_the_run_and_speak_of_the_reward():
+def test_filters_that_drop_everything_end_the_run_and_count_the_reasons():
     run = toy_run(rollouts=2, batch_size=4, max_lag=0, duration=uneven(0), dropped=lambda uid: True, most_drops=40)
-    with pytest.raises(StarvedError, match="reward"):
+    with pytest.raises(StarvedError, match="chosen 40") as starved:
         run_virtual(lambda: train(run))
+    assert starved.value.code == "batch-starved"
     assert len(run.prompts.handed_out) == 43
 
 
