@@ -23,7 +23,8 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
         "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups]),
-        "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
+        "rollout/weight_version/lag": max(
+            (batch.version - s.columns["versions"].min() for s in samples if s.response_length), default=0),
         "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": behind.max(initial=0),
         "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
     metrics |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
