@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miles_core.errors import RolloutError
+from miles_core.stages.advantage import rollout_rewards
 from miles_core.stages.filter import unfinished
 from miles_core.stages.metrics import figures
 from miles_core.stages.prompts import RowPrompts
@@ -86,18 +87,16 @@ def told(group: Group) -> str | None:
 
 
 def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Miles's names: eval/NAME is the mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
+    """Miles's names: eval/NAME is rollouts' mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([sample.response_length for sample in samples])
     metrics = {
-        f"eval/{name}": np.mean([sample.reward for sample in samples]),
+        f"eval/{name}": np.mean([reward for group in groups for reward in rollout_rewards(group).values()]),
         f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
         f"eval/{name}/response_len/mean": lengths.mean(),
         f"eval/{name}/response_len/max": lengths.max()}
-    for scorer in samples[0].rewards:
-        metrics[f"eval/{name}/reward/{scorer}"] = np.mean([sample.rewards[scorer] for sample in samples])
     metrics |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}
-    count, k = len(groups[0].samples), 1
+    count, k = min(len(rollout_rewards(group)) for group in groups), 1
     while count > 1 and k <= count:
         metrics[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])
         k *= 2
@@ -105,7 +104,6 @@ def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def pass_at_k(group: Group, k: int) -> float:
-    """Chance that at least one of k answers drawn from the group has the full reward of 1."""
-    total = len(group.samples)
-    wrong = total - sum(sample.reward >= 1 for sample in group.samples)
-    return 1.0 - math.comb(wrong, k) / math.comb(total, k)
+    """Chance that at least one of k rollouts drawn from the group has the full reward of 1."""
+    rewards = rollout_rewards(group).values()
+    return 1.0 - math.comb(sum(reward < 1 for reward in rewards), k) / math.comb(len(rewards), k)

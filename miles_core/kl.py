@@ -10,7 +10,7 @@ def approximate_kl(log_probs: torch.Tensor, base: torch.Tensor, kind: str,
     """Estimates of KL(policy || base) from tokens drawn from the policy.
 
     With d = log_probs - base: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html);
-    low_var_kl is k3 with d clamped to [-20, 20] and the result to [-10, 10].
+    low_var_kl is k3 with d clamped to [-20, 20] and the result to [-10, 10]. A NaN stays one, so that it is refused.
 
     Args:
         log_probs, base: [N].
@@ -22,7 +22,7 @@ def approximate_kl(log_probs: torch.Tensor, base: torch.Tensor, kind: str,
     """
     d = log_probs - base
     if kind == "low_var_kl":
-        d = torch.nan_to_num(d).clamp(-20, 20)
+        d = d.clamp(-20, 20)
     if kind == "k1":
         value = d
     elif kind == "k2":

@@ -259,11 +259,11 @@ class Run:
         self.metrics.update(await self.trainer.advantage())
 
     async def step(self, index: int) -> None:
-        """Stages 7 and 8. Metrics of several steps are averaged, seconds added up, the last learning rate is kept."""
+        """Stages 7 and 8. Of several steps metrics are averaged, NAME_time added up, the last learning rate is kept."""
         for key, value in self._compared(await self.trainer.step(index)).items():
             old = self.metrics.get(key, 0.0)
             summed = index and "lr-" not in key and key in self.metrics
-            together = old + value if key.startswith("perf/") else (old * index + value) / (index + 1)
+            together = old + value if key.endswith("_time") else (old * index + value) / (index + 1)
             self.metrics[key] = together if summed else value
 
     async def sync(self, rollout_id: int) -> None:

@@ -23,11 +23,11 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
         "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups]),
-        "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
+        "rollout/weight_version/lag": max(
+            (batch.version - s.columns["versions"].min() for s in samples if s.response_length), default=0),
         "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": behind.max(initial=0),
         "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
     metrics |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
-    metrics |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
     return {key: float(value) for key, value in metrics.items()}
 
 
@@ -40,6 +40,7 @@ def throughput(batch: Batch, metrics: Mapping[str, float], config: RunConfig) ->
 
 
 def figures(samples: list[Sample]) -> dict[str, float]:
-    """The mean of each figure over the samples that have it."""
-    each = [sample.metadata.get("figures", {}) for sample in samples]
+    """The mean of each figure and of each scorer's reward over the samples that have it."""
+    each = [{f"reward/{name}": reward for name, reward in sample.rewards.items()} | sample.metadata.get("figures", {})
+            for sample in samples]
     return {name: float(np.mean([one[name] for one in each if name in one])) for name in sorted(set().union(*each))}

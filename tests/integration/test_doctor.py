@@ -129,6 +129,13 @@ class Patient:
         plan["options"] |= {name.replace("__", "."): value for name, value in options.items()}
         file.write_text(json.dumps(plan))
 
+    def brings(self, plugin: str) -> None:
+        """Add a plugin to the plan, with nothing switched on."""
+        file = self.path / "plan.json"
+        plan = json.loads(file.read_text())
+        plan["plugins"].append({"name": plugin})
+        file.write_text(json.dumps(plan))
+
     def samples(self, rollout_id: int, change: Callable[[dict], object]) -> None:
         """Let `change` edit every sample of a rollout."""
         file = self.path / "samples" / f"rollout_{rollout_id:06d}.jsonl"
@@ -438,7 +445,9 @@ SICK: dict[str, list[tuple[str, str, Callable[[Patient], object], str]]] = {
         "train/loss not finite, first at rollout 15"),
                    ("error", "rollout", lambda run: run.ends(
         "the engine's answer to request 12 has log-probs that are not finite."), "request 12")],
-    "uncorrected": [("warning", "training", lambda run: run.metrics(rollout__off_policy_tokens=0.9), "90%")],
+    "uncorrected": [("warning", "training", lambda run: run.metrics(rollout__off_policy_tokens=0.9), "90%"),
+                    ("warning", "training", lambda run: (run.brings("tis"), run.metrics(
+        rollout__off_policy_tokens=0.9)), "90%")],
     "experts-collapse": [("error", "training", experts, "128 experts")],
     "reward-falls": [("warning", "training", fallen, "0.05")],
     "collapse": [("error", "training", lambda run: run.metrics(
@@ -530,11 +539,12 @@ def test_what_follows_from_a_sickness_does_not_hide_it(patient):
                          "server_args=ServerArgs(watchdog_timeout=300, soft_watchdog_timeout=None)"),
     lambda run: run.metrics(rollout__staleness__max=0.0, rollout__staleness__mean=0.0),
     lambda run: (run.plan(algorithm__use_rollout_logprobs=True), run.metrics(rollout__off_policy_tokens=0.9)),
+    lambda run: (run.plan(tis__use_tis=True), run.metrics(rollout__off_policy_tokens=0.9)),
     lambda run: (run.plan(rollout__max_lag=2), run.metrics(rollout__staleness__max=2.0, rollout__staleness__mean=0.7)),
     heartbeats(1, 31, 61),
     lambda run: run.logs("trainer-rank-0.log", "json.decoder.JSONDecodeError: a plugin's own"),
     lambda run: (run.plan(algorithm__loss_type="sft_loss"), run.metrics(rollout__zero_std__percentage=1.0)),
-], ids=range(9))  # fmt: skip
+], ids=range(10))  # fmt: skip
 def test_what_resembles_a_sickness_and_is_none(patient, harmless):
     harmless(patient)
     assert patient.examine().healthy, "\n".join(patient.examine().text())

@@ -39,6 +39,24 @@ def test_metrics_by_hand():
     assert found["eval/math/response_len/mean"] == 2.0 and found["eval/math-truncated_ratio"] == 0.0
 
 
+def test_a_rollout_of_several_samples_counts_once():
+    """Of two rollouts the first has three samples; and no k of pass@k is above what every group has."""
+    split, other = group([1.0, 1.0, 1.0, 0.0]), group([0.0, 0.0, 0.0])
+    for sample, rollout in zip(split.samples, (0, 0, 0, 1), strict=True):
+        sample.rollout = rollout
+    assert pass_at_k(split, 1) == 0.5 and pass_at_k(split, 2) == 1.0
+    assert metrics_of("math", [split])["eval/math"] == 0.5
+    found = metrics_of("math", [split, other])
+    assert [key for key in found if "pass@" in key] == ["eval/math-pass@1", "eval/math-pass@2"]
+    assert found["eval/math-pass@1"] == 0.25 and found["eval/math-pass@2"] == 0.5
+
+
+def test_a_score_that_some_samples_lack_is_the_mean_of_the_others():
+    made = group([1.0, 0.5])
+    made.samples[0].rewards = {}
+    assert metrics_of("math", [made])["eval/math/reward/digits"] == 0.5
+
+
 def test_one_answer_per_prompt_has_no_pass_at_k():
     assert not [key for key in metrics_of("math", [group([1.0])]) if "pass@" in key]
 

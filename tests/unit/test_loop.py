@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from miles_testing.clock import run_virtual
@@ -110,6 +111,20 @@ def test_sampling_goes_on_while_training_only_above_max_lag_0():
     assert overlapped < 0.6 * sync
 
 
+def test_of_several_steps_seconds_add_up_and_rates_do_not():
+    steps = [{"train/loss": 1.0, "train/lr-actor": 0.2, "perf/x_time": 2.0, "perf/x_tok_per_s": 300.0},
+             {"train/loss": 4.0, "train/lr-actor": 0.1, "perf/x_time": 3.0, "perf/x_tok_per_s": 200.0}]
+    run = toy_run(rollouts=1, batch_size=1, max_lag=0, duration=uneven(0))
+
+    async def main():
+        for index, found in enumerate(steps):
+            run.trainer = SimpleNamespace(step=lambda _, found=found: asyncio.sleep(0, found))
+            await run.step(index)
+    run_virtual(main)
+    assert {name: run.metrics[name] for name in steps[0]} == {
+        "train/loss": 2.5, "train/lr-actor": 0.1, "perf/x_time": 5.0, "perf/x_tok_per_s": 250.0}
+
+
 def test_shared_hardware_is_never_used_for_two_purposes_at_once():
     class Watched(Turns):
         def __init__(self):
@@ -143,10 +158,11 @@ def test_shared_hardware_is_never_used_for_two_purposes_at_once():
     assert trained(run) == trained(alone)
 
 
-def test_filters_that_drop_everything_end_the_run_and_speak_of_the_reward():
+def test_filters_that_drop_everything_end_the_run_and_count_the_reasons():
     run = toy_run(rollouts=2, batch_size=4, max_lag=0, duration=uneven(0), dropped=lambda uid: True, most_drops=40)
-    with pytest.raises(StarvedError, match="reward"):
+    with pytest.raises(StarvedError, match="chosen 40") as starved:
         run_virtual(lambda: train(run))
+    assert starved.value.code == "batch-starved"
     assert len(run.prompts.handed_out) == 43
 
 

@@ -204,4 +204,4 @@ def test_a_group_of_hostile_answers_has_scores_within_its_time():
     rewards = [one.reward for one in asyncio.run(scoring(group)).samples]
     plugin.finish()
     assert rewards == [0.0] * 3
-    assert figures(group.samples) == {"deepscaler_ungraded": 1.0}
+    assert figures(group.samples) == {"deepscaler_ungraded": 1.0, "reward/deepscaler": 0.0}

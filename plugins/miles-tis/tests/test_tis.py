@@ -18,7 +18,7 @@ from miles_tis.plugin import Tis, TisOptions
 from miles_tis.weights import corrected, step_mean
 
 from miles_core.config.load import load
-from miles_core.config.tables import Algorithm, RunConfig
+from miles_core.config.tables import Algorithm, Rollout, RunConfig
 from miles_core.errors import ConfigError
 from miles_core.stages.loss import TokenWeights, clipped_surrogate
 
@@ -230,6 +230,16 @@ def test_without_old_log_probs_the_current_ones_stand_in():
 def test_options_that_do_not_fit_are_refused(options, algorithm, message):
     with pytest.raises(ConfigError, match=message):
         Tis(TisOptions(**options), RunConfig(algorithm=Algorithm(**algorithm)))
+
+
+def test_opsm_is_refused_where_the_policy_is_the_old_one():
+    """One step per rollout: old log-probs are those of the step's own weights, unless they are the engine's."""
+    for steps, engines in ((1, True), (2, False)):
+        Tis(TisOptions(use_opsm=True), RunConfig(rollout=Rollout(num_steps_per_rollout=steps),
+                                                 algorithm=Algorithm(use_rollout_logprobs=engines)))
+    with pytest.raises(ConfigError) as refused:
+        Tis(TisOptions(use_opsm=True), RunConfig(rollout=Rollout(num_steps_per_rollout=1)))
+    assert refused.value.code == "tis-opsm-without-effect"
 
 
 @pytest.mark.parametrize("flag", ["--use-tis", "--tis-clip", "--tis-clip-low", "--use-opsm", "--opsm-delta"])

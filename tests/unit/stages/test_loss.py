@@ -119,8 +119,14 @@ def test_k3_is_unbiased_and_its_mean_is_the_divergence():
 
 
 def test_low_var_kl_is_bounded_where_k3_is_not():
-    far = torch.tensor([-60.0, 60.0, math.nan])
-    assert approximate_kl(far, torch.zeros(3), "low_var_kl").tolist() == [10.0, 10.0, 0.0]
+    far = torch.tensor([-60.0, 60.0, -math.inf, math.inf])
+    assert approximate_kl(far, torch.zeros(4), "low_var_kl").tolist() == [10.0] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_of_nan_is_no_divergence_of_zero(kind):
+    """The loss and the advantages, which are looked at, have to show it."""
+    assert approximate_kl(torch.zeros(1), torch.tensor([math.nan]), kind).isnan().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

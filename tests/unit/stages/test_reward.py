@@ -163,7 +163,8 @@ def test_of_a_dict_one_number_is_the_reward_and_the_others_are_figures():
     group = score({"dapo": lambda sample: VERDICT, "plain": lambda samples: [0.5] * len(samples)})
     assert [(sample.rewards, sample.reward) for sample in group.samples] == [({"dapo": -1.0, "plain": 0.5}, -0.5)] * 3
     assert group.samples[0].metadata["figures"] == {"reward/dapo/acc": 0.0, "reward/dapo/length": 2.5}
-    assert figures(group.samples) == {"reward/dapo/acc": 0.0, "reward/dapo/length": 2.5}
+    assert figures(group.samples) == {
+        "reward/dapo": -1.0, "reward/plain": 0.5, "reward/dapo/acc": 0.0, "reward/dapo/length": 2.5}
 
 
 def test_the_key_names_the_reward_of_a_dict():

@@ -30,7 +30,7 @@ OPTIONS = {
     "tis": "--plugin tis --use-tis --normalize-advantages",
     "icepop": "--plugin tis --use-tis --tis-mode mask --tis-clip 1.1 --tis-clip-low 0.9",
     "mis": "--plugin tis --use-tis --tis-level sequence --tis-batch-normalize --use-rs --rs-level geometric"
-           " --rs-upper-bound 1.1 --rs-veto-threshold 0.5 --use-opsm",
+           " --rs-upper-bound 1.1 --rs-veto-threshold 0.5 --use-opsm --num-steps-per-rollout 2",
     "metrics": "--plugin tis --use-rollout-logprobs",
 }  # fmt: skip
 RUN = ["--hf-checkpoint", "models/tiny", "--prompt-data", "data/train.jsonl", "--rollout-batch-size", "2",

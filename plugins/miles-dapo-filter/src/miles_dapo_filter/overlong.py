@@ -4,9 +4,9 @@ For an answer of n tokens, of which L are allowed and the last C are the buffer,
 
     penalty = 0                              n <= L - C
               factor x ((L - C) - n) / C     L - C < n <= L
+              -factor                        L < n
 
-which reaches -factor at the limit. DAPO has C = 4096 and factor 1; longer answers than L, which eq. 13 gives -1, do not
-come up, as sampling ends there.
+DAPO has C = 4096 and factor 1. Answers of one call end at L; those of several may be longer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Overlong:
 
     def penalty(self, sample: Sample) -> float:
         """What is added to the reward: -factor to 0."""
-        return self.factor * min(0, self.most - self.buffer - sample.response_length) / self.buffer
+        return self.factor * max(-1.0, min(0, self.most - self.buffer - sample.response_length) / self.buffer)
 
     def penalise(self, sample: Sample) -> None:
         """Take the penalty off, and tell of it: means under rollout/ are overlong_penalty and overlong_ratio."""

@@ -228,7 +228,7 @@ class FsdpTrainer:
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total) for key, value in sums.items()}
         metrics |= self.models.step(name)
-        if len(taken) < len(samples):
+        if leaves_out:
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if name == ACTOR else name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (

@@ -275,7 +275,8 @@ class MegatronTrainer:
 
         model.zero_grad()
         at_once = self.layout.data * self.layout.micro_batch_multiple
-        taken = with_advantage(samples, self.config.perf, at_once) if objective.actor and self.skips else samples
+        leaves_out = objective.actor and self.skips
+        taken = with_advantage(samples, self.config.perf, at_once) if leaves_out else samples
         tokens = sum(sample.length for sample in taken)
         unscored = self.config.algorithm.skip_actor_forward_only and not any("log_probs" in s.columns for s in taken)
         scores = ColumnScatter(taken) if objective.actor and unscored else None
@@ -291,7 +292,7 @@ class MegatronTrainer:
         with self.profiler.range("optimizer"):
             metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
                      for key, value in _totals(_numbers(shares)).items()} | model.step()
-        if len(taken) < len(samples):
+        if leaves_out:
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if model is self.models.actor else model.name
         return {f"{prefix}/{key}": value for key, value in metrics.items()} | (

@@ -146,7 +146,7 @@ def non_finite(run: Record) -> Iterator[Finding]:
 def uncorrected(run: Record) -> Iterator[Finding]:
     """Samples of older weights, and nothing that corrects for their age."""
     shares = [share for _, share in run.series("rollout/off_policy_tokens")]
-    corrected = run.option("use_rollout_logprobs") or "tis" in run.plugins
+    corrected = any(map(run.option, ("use_rollout_logprobs", "use_tis", "use_rs", "custom_tis_function_path")))
     if corrected or not shares or (share := fmean(shares)) <= 0.5:
         return
     last_id, last = list(run.metrics.items())[-1]

@@ -1,0 +1,25 @@
+"""What a rollout brought, where its samples are not all alike."""
+
+from miles_testing.batches import make_sample
+
+from miles_core.stages.metrics import rollout_metrics
+from miles_core.types import Batch, Group
+
+
+def batch_of(*samples):
+    return Batch(0, [Group(sample.prompt, [sample]) for sample in samples], 3)
+
+
+def test_an_answer_without_a_token_is_no_reason_for_a_run_to_end():
+    """A generator may find no room for one, and of its group nobody says how old it is."""
+    found = rollout_metrics(batch_of(make_sample(0, 0, 1.0, mask=()), make_sample(1, 0, 0.0)))
+    assert found["rollout/weight_version/lag"] == 2 and found["rollout/response_len/min"] == 0
+    assert rollout_metrics(batch_of(make_sample(0, 0, 1.0, mask=())))["rollout/weight_version/lag"] == 0
+
+
+def test_scores_are_means_over_the_samples_that_have_them():
+    """As of agents that score their answers by names of their own."""
+    one, other = make_sample(0, 0, 1.0), make_sample(1, 0, 0.0)
+    one.rewards, other.rewards = {"mine": 1.0}, {"yours": 0.5}
+    found = rollout_metrics(batch_of(one, other))
+    assert found["rollout/reward/mine"] == 1.0 and found["rollout/reward/yours"] == 0.5
