@@ -232,14 +232,13 @@ def test_options_that_do_not_fit_are_refused(options, algorithm, message):
         Tis(TisOptions(**options), RunConfig(algorithm=Algorithm(**algorithm)))
 
 
-def test_opsm_is_refused_where_the_policy_is_the_old_one():
+@pytest.mark.parametrize(("steps", "engines", "told"), [(1, False, 1), (1, True, 0), (2, False, 0)])
+def test_opsm_without_effect_is_told(steps, engines, told):
     """One step per rollout: old log-probs are those of the step's own weights, unless they are the engine's."""
-    for steps, engines in ((1, True), (2, False)):
-        Tis(TisOptions(use_opsm=True), RunConfig(rollout=Rollout(num_steps_per_rollout=steps),
-                                                 algorithm=Algorithm(use_rollout_logprobs=engines)))
-    with pytest.raises(ConfigError) as refused:
-        Tis(TisOptions(use_opsm=True), RunConfig(rollout=Rollout(num_steps_per_rollout=1)))
-    assert refused.value.code == "tis-opsm-without-effect"
+    notes = []
+    config = RunConfig(rollout=Rollout(num_steps_per_rollout=steps), algorithm=Algorithm(use_rollout_logprobs=engines))
+    Tis(TisOptions(use_opsm=True), config).check(config, notes.append)
+    assert len(notes) == told
 
 
 @pytest.mark.parametrize("flag", ["--use-tis", "--tis-clip", "--tis-clip-low", "--use-opsm", "--opsm-delta"])

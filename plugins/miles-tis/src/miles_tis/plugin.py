@@ -61,8 +61,16 @@ class Tis:
 
     def __init__(self, options: TisOptions, config: RunConfig):
         _check(options, config)
-        _check_opsm(options, config)
         self.options, self._mean = options, 1.0
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """Says where --use-opsm has no effect."""
+        one_step = config.rollout.num_steps_per_rollout == 1 and not config.algorithm.use_rollout_logprobs
+        if self.options.use_opsm and one_step:
+            note("use_opsm leaves nothing out: in a rollout's only step the policy is the old one. With "
+                 "--use-rollout-logprobs it is compared with what the engine sampled with")
+        return config
 
     @hookimpl
     def derive(self, config: RunConfig) -> RunConfig:
@@ -123,11 +131,3 @@ def _check(options: TisOptions, config: RunConfig) -> None:
         raise ConfigError("tis_batch_normalize needs the old log-probs of the whole step before its first micro-batch",
                           code="tis-normalize-needs-old-log-probs", who="[tis], algorithm.skip_actor_forward_only",
                           fix="drop one of them")
-
-
-def _check_opsm(options: TisOptions, config: RunConfig) -> None:
-    if options.use_opsm and config.rollout.num_steps_per_rollout == 1 and not config.algorithm.use_rollout_logprobs:
-        raise ConfigError("use_opsm would leave nothing out: in a rollout's only step the policy is the old one",
-                          code="tis-opsm-without-effect", who="tis.use_opsm, rollout.num_steps_per_rollout", got=1,
-                          fix="add --use-rollout-logprobs, for the distance from what the engine sampled with, or take "
-                              "several steps")
