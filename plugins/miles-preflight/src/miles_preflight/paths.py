@@ -57,8 +57,8 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
     name = str(config.checkpoint.hf_checkpoint)
     folder, origin = Path(name), f"--hf-checkpoint {name}"
     if astray(name):
-        tilde = "write the whole path: ~ is not expanded here" if name.startswith("~") else FOLDER
-        raise CheckpointError("there is no such folder", who=origin, fix=tilde, code="folder-missing")
+        raise CheckpointError("there is no such folder", who=origin, code="folder-missing", fix=(
+            "write the whole path: ~ is not expanded here" if name.startswith("~") else FOLDER))
     if not folder.exists():
         note(f"--hf-checkpoint {name} is not here: what depends on the model is not checked, and a run has to have it")
         return
@@ -167,9 +167,10 @@ def _tracked(config: RunConfig, folder: Path) -> None:
                               code="load-iteration-missing")
     known = config.perf.trainer == "megatron" or any(newest.glob("*.distcp"))  # other trainers save as they like
     if lost := [name for name in PARTS if known and not any(newest.glob(name))]:
-        raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
-                              fix=f"write the number of an older one into {folder / TRACKER}",
-                              code="load-iteration-incomplete")
+        what = "another trainer's" if [*PARTS] == lost and any(newest.iterdir()) else "incomplete"
+        raise CheckpointError(f"iteration {int(text)} is {what}", got=f"no {', '.join(lost)}", who=str(newest),
+                              fix=f"write the number of an older one into {folder / TRACKER}; another trainer's weights "
+                              "come as a folder of --save-hf, with --ref-load", code="load-iteration-incomplete")
     resumed = (newest / "miles.json").is_file()  # another program's checkpoint is weights to start from
     if last and resumed and int(text) > last and config.checkpoint.load != config.checkpoint.save:
         raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
