@@ -57,8 +57,8 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
     name = str(config.checkpoint.hf_checkpoint)
     folder, origin = Path(name), f"--hf-checkpoint {name}"
     if astray(name):
-        raise CheckpointError("there is no such folder", who=origin, code="folder-missing", fix=(
-            "write the whole path: ~ is not expanded here" if name.startswith("~") else FOLDER))
+        tilde = "write the whole path: ~ is not expanded here" if name.startswith("~") else FOLDER
+        raise CheckpointError("there is no such folder", who=origin, fix=tilde, code="folder-missing")
     if not folder.exists():
         note(f"--hf-checkpoint {name} is not here: what depends on the model is not checked, and a run has to have it")
         return
@@ -169,8 +169,8 @@ def _tracked(config: RunConfig, folder: Path) -> None:
     if lost := [name for name in PARTS if known and not any(newest.glob(name))]:
         what = "another trainer's" if [*PARTS] == lost and any(newest.iterdir()) else "incomplete"
         raise CheckpointError(f"iteration {int(text)} is {what}", got=f"no {', '.join(lost)}", who=str(newest),
-                              fix=f"write the number of an older one into {folder / TRACKER}; another trainer's weights "
-                              "come as a folder of --save-hf, with --ref-load", code="load-iteration-incomplete")
+                              fix=f"name an older one in {folder / TRACKER}, or another folder",
+                              code="load-iteration-incomplete")
     resumed = (newest / "miles.json").is_file()  # another program's checkpoint is weights to start from
     if last and resumed and int(text) > last and config.checkpoint.load != config.checkpoint.save:
         raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
@@ -186,8 +186,7 @@ def _writable(config: RunConfig) -> None:
     """
     for key in ("checkpoint.save", "checkpoint.save_hf", "checkpoint.run_dir", "perf.update_weight_disk_dir"):
         table, _, name = key.partition(".")
-        folder = getattr(getattr(config, table), name)
-        if folder is None:
+        if (folder := getattr(getattr(config, table), name)) is None:
             continue
         above = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
         root = above == above.parent  # what lies there may be a disk that other machines have
