@@ -37,7 +37,8 @@ from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
 
 STATE, TENSORS = "fsdp.json", "tensors"
-WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
+                ".ckpt", ".msgpack", ".ot", ".onnx")
 
 
 def latest(folder: str) -> int | None:
