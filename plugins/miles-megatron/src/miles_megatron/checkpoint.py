@@ -263,7 +263,7 @@ def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bo
         # State of layers and experts is stacked as they are, unless some of them have none.
         apart = _tensors(chunks, metadata | {"singleton_local_shards": True}) if _partly_frozen(chunks) else sharded
         state = optimizer.sharded_state_dict(apart, is_loading=loading, metadata=metadata)
-        sharded["optimizer"] = numbered_groups(optimizer, state)
+        sharded["optimizer"] = numbered_groups(optimizer, state, loading=loading)
     return sharded
 
 
