@@ -240,6 +240,7 @@ def test_file_limit_at_the_start(place):
     (["--run-dir", "run.toml"], "(--run-dir): run.toml is a file ... [folder-not-writable]"),
     (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
     (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
+    (["--run-dir", "runs/{x}", "--save", "ckpt", "--save-hf", "{run_dir}/hf"], "checkpoint.run_dir (--run-dir)"),
     (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"],
      "(--save-hf): ... run.toml is a file (got run.toml/{rollout_id}) ... [folder-not-writable]"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip

@@ -220,6 +220,18 @@ def test_trackers_that_lead_nowhere(checkpoint, saved):
             checkpoint.latest(saved)
 
 
+def test_an_iteration_of_another_trainer_is_not_called_incomplete(checkpoint, tmp_path):
+    iteration = tmp_path / "iter_0000007"
+    iteration.mkdir()
+    (tmp_path / checkpoint.TRACKER).write_text("7\n")
+    with pytest.raises(CheckpointError, match="incomplete"):
+        checkpoint.latest(tmp_path)
+    (iteration / "fsdp.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="another trainer's") as caught:
+        checkpoint.latest(tmp_path)
+    assert caught.value.code == "iteration-incomplete" and str(iteration) in str(caught.value)
+
+
 @pytest.mark.parametrize("part", ["metadata.json", ".metadata", "common.pt", "miles.json"])
 def test_a_half_written_iteration(checkpoint, saved, session, part):
     (saved / "iter_0000007" / part).unlink()

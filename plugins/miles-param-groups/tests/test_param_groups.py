@@ -115,13 +115,18 @@ def test_a_resumed_run_goes_on_to_the_bit(plan, one, tmp_path, choice, trainer):
         assert resumed["steps"][-1][key] == straight["steps"][-1][key]
 
 
-@TRAINERS
-def test_a_resumed_run_has_rates_of_its_own(plan, one, tmp_path, trainer):
-    """Adam moves the weights of a tensor by about its rate, whatever a run before had slowed down."""
+PLAIN = ("--no-use-distributed-optimizer",)
+
+
+@pytest.mark.parametrize(("trainer", "before"), [
+    ((), "embed_tokens=0.1"), ((), None), (PLAIN, None), (FSDP, "embed_tokens=0.1"),
+    *(pytest.param(trainer, "embed_tokens=0.5", marks=pytest.mark.full) for trainer in ((), PLAIN, FSDP))])
+def test_a_resumed_run_has_rates_of_its_own(plan, one, tmp_path, trainer, before):
+    """Adam moves the weights of a tensor by about its rate, whatever a run before had slowed down, or had not."""
     first, second = rollouts()
-    flags = (*trainer, "--weight-decay", "0", "--lr-mult")
-    saved = one.train(plan(*flags, "embed_tokens=0.1"), [first], save=tmp_path / "saved")
-    resumed = one.train(plan(*flags, "lm_head=0.1", "--load", tmp_path / "saved"), [second])
+    flags = (*trainer, "--weight-decay", "0")
+    saved = one.train(plan(*flags, *(("--lr-mult", before) if before else ())), [first], save=tmp_path / "saved")
+    resumed = one.train(plan(*flags, "--lr-mult", "lm_head=0.1", "--load", tmp_path / "saved"), [second])
     for name, weight in saved["weights"].items():
         rate = 1e-3 if "lm_head" in name else 1e-2
         assert rate / 2 < np.abs(resumed["weights"][name] - weight).max() < 2 * rate, name

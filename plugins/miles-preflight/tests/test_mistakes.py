@@ -139,6 +139,12 @@ def test_an_iteration_that_is_not_whole_is_named():
     told({"flags": ["--load", "{here}/a"], "files": files}, "iteration 3 is incomplete (got no metadata.json")
 
 
+def test_an_iteration_of_another_trainer_is_not_called_incomplete():
+    files = {"a/latest_checkpointed_iteration.txt": "3", "a/iter_0000003/fsdp.json": "{}",
+             "a/iter_0000003/tensors/__0_0.distcp": "x"}
+    told({"flags": ["--load", "{here}/a"], "files": files}, "iteration 3 is another trainer's (got no metadata.json")
+
+
 @pytest.mark.parametrize("parts", [["metadata.json"], ["metadata.json", ".metadata", "common.pt", "miles.json"]])
 def test_an_iteration_without_a_shard_is_not_whole(parts):
     files = {"a/latest_checkpointed_iteration.txt": "3", **{f"a/iter_0000003/{name}": "{}" for name in parts}}

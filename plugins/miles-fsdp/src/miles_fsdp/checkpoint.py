@@ -37,6 +37,8 @@ from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
 
 STATE, TENSORS = "fsdp.json", "tensors"
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
+                ".ckpt", ".msgpack", ".ot", ".onnx")
 
 
 def latest(folder: str) -> int | None:
@@ -155,8 +157,11 @@ def _restore(trained: Trained, tensors: dict[str, Any]) -> None:
     set_optimizer_state_dict(trained.module, trained.optimizer, tensors["optimizer"])
 
 
-def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str) -> None:
-    """Write a Hugging Face directory with the configuration and the tokenizer of `source`; one rank calls it.
+def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str, dtype: torch.dtype) -> None:
+    """Write a Hugging Face directory with what `source` holds beside its weights; one rank calls it.
+
+    Args:
+        dtype: of the parameters, for config.json.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -167,9 +172,11 @@ def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str
         save_torch_state_dict({name: tensor.to("cpu", copy=True) for name, tensor in stream}, temporary,
                               filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
         for path in Path(source).iterdir():
-            if path.is_file() and not path.name.startswith("model") and path.suffix in (".json", ".jinja", ".txt",
-                                                                                        ".model", ".py"):
-                shutil.copy(path, temporary)
+            if path.is_file() and not path.name.endswith(WEIGHT_FILES) and not path.name.startswith("."):
+                shutil.copyfile(path, temporary / path.name)
+        config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def hashes(stream: Iterable[tuple[str, torch.Tensor]], samples: Iterable[Sample]) -> dict[str, dict[str, str]]:

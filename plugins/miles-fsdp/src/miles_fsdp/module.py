@@ -212,7 +212,7 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
         images: of a model that reads them, what does, too.
 
     Raises:
-        CheckpointError: the directory is none, or of an architecture that transformers does not have.
+        CheckpointError: the directory is none, lacks tensors, or is of an architecture that transformers does not have.
     """
     if not Path(folder, "config.json").is_file():
         raise CheckpointError("this is no Hugging Face directory", code="fsdp-source-unusable", who=folder,
@@ -221,12 +221,17 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
     try:
         parts = AutoConfig.from_pretrained(folder, local_files_only=True).sub_configs if images else ()
         kind: Any = AutoModel if body else AutoModelForCausalLM
-        model: PreTrainedModel = (AutoModelForImageTextToText if "vision_config" in parts else kind).from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        model: PreTrainedModel
+        model, report = (AutoModelForImageTextToText if "vision_config" in parts else kind).from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,
                               got=str(error).split("\n")[0], fix="look at its config.json and at "
                               "--attn-implementation, or train with --trainer megatron") from error
+    if missing := sorted(report["missing_keys"]):  # transformers has made them up
+        raise CheckpointError("tensors of the model that config.json describes are not in its files", who=folder,
+                              got=f"{len(missing)} missing: {', '.join(missing[:3])}", code="fsdp-tensors-missing",
+                              fix="use a complete checkpoint of this architecture")
     _turn_back(model, Path(folder))
     for part in model.modules():
         if isinstance(part, torch.nn.Embedding):

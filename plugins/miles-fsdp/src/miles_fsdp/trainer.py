@@ -162,7 +162,7 @@ class FsdpTrainer:
         if self.hooks.save_weights is not None:
             stream = self.hooks.save_weights(stream, folder)
         if (mine := self._first_streams(stream)) is not None:
-            checkpoint.export(folder, mine, self.models.start)
+            checkpoint.export(folder, mine, self.models.start, self.models.dtype)
 
     def hashes(self, batch: Batch) -> Mapping[str, Any] | None:
         mine = self._first_streams(self.models.stream())

@@ -92,8 +92,10 @@ def latest(folder: str | Path) -> int:
                               who=str(tracker), fix="write the number of an existing iteration into the tracker",
                               code="tracker-iteration-missing")
     if absent := _absent(where):
-        raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
-                              fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}",
+        what, fix = "incomplete", f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}"
+        if len(absent) == len(_PARTS) and any(where.iterdir()):
+            what, fix = "another trainer's", "go on with that trainer; to others weights go by --save-hf and --ref-load"
+        raise CheckpointError(f"iteration {text} is {what}", got="no " + ", ".join(absent), who=str(where), fix=fix,
                               code="iteration-incomplete")
     return int(text)
 
@@ -261,7 +263,7 @@ def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bo
         # State of layers and experts is stacked as they are, unless some of them have none.
         apart = _tensors(chunks, metadata | {"singleton_local_shards": True}) if _partly_frozen(chunks) else sharded
         state = optimizer.sharded_state_dict(apart, is_loading=loading, metadata=metadata)
-        sharded["optimizer"] = numbered_groups(optimizer, state)
+        sharded["optimizer"] = numbered_groups(optimizer, state, loading=loading)
     return sharded
 
 

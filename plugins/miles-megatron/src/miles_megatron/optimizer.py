@@ -312,24 +312,30 @@ def _whole_state(part: DistributedOptimizer, gather: Callable[..., dict], *, emp
     return state
 
 
-_FROM_OPTIONS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "betas", "eps")
-
-
 def load_state(
     optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, optimizer_state: dict, scheduler_state: dict
 ) -> None:
     """Go on exactly where the state was saved, under the options that the optimizer was made with."""
-    before = [{k: g[k] for k in _FROM_OPTIONS if k in g} for g in optimizer.param_groups]
     optimizer_state = _regrouped(optimizer, optimizer_state)
+    _take_own_groups(optimizer, optimizer_state)
     _restore_zero_step(optimizer_state)
     _restore_empty_groups(optimizer, optimizer_state)
     optimizer.load_state_dict(optimizer_state)
-    for group, options in zip(optimizer.param_groups, before, strict=True):
-        # Megatron keeps the highest and lowest rate in the saved groups, where they would outlive a changed --lr.
-        group.update(options)
-    # Its load_state_dict adds the saved steps to those done already.
+    # Megatron's load_state_dict adds the saved steps to those done already.
     scheduler.num_steps = 0
     scheduler.load_state_dict(scheduler_state)
+
+
+def _take_own_groups(optimizer: MegatronOptimizer, state: dict) -> None:
+    """Groups are this run's, as its options make them: of those in a checkpoint only the count of steps is kept.
+
+    Megatron looks its groups up among the saved ones by their factors, and ends where one is new.
+    """
+    for part, own in _states(optimizer, state):
+        inner = own.get("optimizer", own)
+        if saved := inner.get("param_groups"):
+            count = next(({"step": one["step"]} for one in saved if "step" in one), {})  # a fused Adam's
+            inner["param_groups"] = [{**group, **count} for group in part.optimizer.state_dict()["param_groups"]]
 
 
 def _restore_zero_step(state: dict) -> None:
@@ -343,12 +349,14 @@ def _restore_zero_step(state: dict) -> None:
 MASTERS = "fp32_from_fp16_params"
 
 
-def numbered_groups(optimizer: MegatronOptimizer, sharded: dict) -> dict:
-    """Masters by the number of their group, of groups that have any on this rank.
+def numbered_groups(optimizer: MegatronOptimizer, sharded: dict, *, loading: bool) -> dict:
+    """Masters by the number of their group, of groups that have any on this rank; to load, no groups of its own.
 
     Megatron has a list of lists, of which the empty ones would be saved with what is common to all ranks.
     """
     for _, state in _states(optimizer, sharded):
+        if loading:  # the saved ones need not be as many
+            state.get("optimizer", state).pop("param_groups", None)
         if MASTERS in state:
             state[MASTERS] = {number: group for number, group in enumerate(state[MASTERS]) if group}
     return sharded
@@ -377,21 +385,16 @@ def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
     common = {key: value for key, value in state.items() if not isinstance(key, int)}
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     if len(parts) == 1:
-        return _fitted(parts[0], common, numbered[0]) if numbered else state
+        return _fitted(common, numbered[0]) if numbered else state
     if "optimizer" not in common and "param_groups" not in common:
         return state
-    return {number: _fitted(part, numbered.get(number, {}), common) for number, part in enumerate(parts)}
+    return {number: _fitted(numbered.get(number, {}), common) for number in range(len(parts))}
 
 
-def _fitted(part: MegatronOptimizer, sharded: dict, saved: dict) -> dict:
+def _fitted(sharded: dict, saved: dict) -> dict:
     """What one optimizer loads, of what it asked for and of what is common to all that were saved."""
     template, common = sharded.get("optimizer", sharded), saved.get("optimizer", saved)
-    expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
-    if "param_groups" not in template:  # the distributed optimizer asks for tensors alone
-        groups = [{**group, "is_expert_parallel": expert} for group in common["param_groups"]]
-        return {**saved, **sharded, "optimizer": {**common, "param_groups": groups}}
-    counts = [{"step": group["step"]} for group in common["param_groups"] if "step" in group]  # a fused Adam's
-    inner = {"param_groups": [{**ours, **(counts or [{}])[0], "params": theirs["params"]} for ours, theirs in
-                              zip(part.optimizer.param_groups, template["param_groups"], strict=True)],
-             "state": {**common["state"], **template.get("state", {})}}
+    if "state" not in template:  # the distributed optimizer asks for tensors alone
+        return {**saved, **sharded, "optimizer": {**common}}
+    inner = {**common, "state": {**common["state"], **template["state"]}}
     return {**sharded, "optimizer": inner} if "optimizer" in sharded else inner

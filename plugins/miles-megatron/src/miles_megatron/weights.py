@@ -47,7 +47,8 @@ EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 PLAIN = {"quantization_config": None}
 """What config.json says of weights that are not quantised, whatever it said of those that a run started from."""
 
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
+                 ".ckpt", ".msgpack", ".ot", ".onnx")
 
 
 def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: frozenset[str] = frozenset()) -> None:

@@ -167,8 +167,9 @@ def _tracked(config: RunConfig, folder: Path) -> None:
                               code="load-iteration-missing")
     known = config.perf.trainer == "megatron" or any(newest.glob("*.distcp"))  # other trainers save as they like
     if lost := [name for name in PARTS if known and not any(newest.glob(name))]:
-        raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
-                              fix=f"write the number of an older one into {folder / TRACKER}",
+        what = "another trainer's" if [*PARTS] == lost and any(newest.iterdir()) else "incomplete"
+        raise CheckpointError(f"iteration {int(text)} is {what}", got=f"no {', '.join(lost)}", who=str(newest),
+                              fix=f"name an older one in {folder / TRACKER}, or another folder",
                               code="load-iteration-incomplete")
     resumed = (newest / "miles.json").is_file()  # another program's checkpoint is weights to start from
     if last and resumed and int(text) > last and config.checkpoint.load != config.checkpoint.save:
@@ -185,8 +186,7 @@ def _writable(config: RunConfig) -> None:
     """
     for key in ("checkpoint.save", "checkpoint.save_hf", "checkpoint.run_dir", "perf.update_weight_disk_dir"):
         table, _, name = key.partition(".")
-        folder = getattr(getattr(config, table), name)
-        if folder is None:
+        if (folder := getattr(getattr(config, table), name)) is None:
             continue
         above = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
         root = above == above.parent  # what lies there may be a disk that other machines have

@@ -103,5 +103,5 @@ def _saved(config: RunConfig) -> None:
             told_apart = False
         if not told_apart:
             raise ConfigError("a path of rollouts should hold {rollout_id}, and nothing else in braces but {run_dir}",
-                              got=path, who=who(config, key), fix="write {rollout_id}, for instance hf/{rollout_id}",
-                              code="rollout-path-fields")
+                              got=path, fix="write {rollout_id}, as in hf/{rollout_id}", code="rollout-path-fields",
+                              who=who(config, *["checkpoint.run_dir"] * ("{" in str(checkpoint.run_dir)), key))
