@@ -230,6 +230,8 @@ class LocalEngine:
                               fix="give the engine a tokenizer, or use stop_token_ids")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
         watch = StopStrings(self._tokenizer, sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
+        for token in request.resumed if watch else ():
+            watch.hit(token)
         seq = SequenceState(
             order=next(self._orders), request=request, watch=watch,
             stops=np.array(sorted(i for i in stops if 0 <= i < self.shape.vocab), np.int64),
