@@ -11,7 +11,7 @@ was started is trained on in either order, so neither prefers short answers. Whe
 a window waits for nobody: a batch is what finished first, and the others go on in the next one.
 
 Over-sampling adds credit for slots in flight, not capacity. What a full batch leaves over and could only be trained on
-too late is taken back; where it goes on, it is cut before what began later.
+too late is taken back. Its prompts come again first, and what becomes of them is cut before what began later.
 """
 
 from __future__ import annotations
@@ -102,10 +102,8 @@ class Buffer:
         self.batch_size, self.max_lag, self.credit, self.most_drops = batch_size, max_lag, credit, most_drops
         self.batches, self.most_in_flight, self.order = batches, most_in_flight, order
         self.too_stale, self.again, self.resumes, self.requeue = too_stale, again, resumes, requeue
-        self._slots: list[Slot] = []
-        self._leaving: list[Slot] = []
-        self._restored: deque[Slot] = deque()
-        self._retried: Counter[str] = Counter()
+        self._slots, self._leaving, self._restored = list[Slot](), list[Slot](), deque[Slot]()
+        self._retried, self._overdue = Counter[str](), set[int]()
         self._taken = self._released = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -155,6 +153,8 @@ class Buffer:
         taken, self._slots = cast("tuple[Taken, list[Slot]]", self._cut())
         self._taken += 1
         surplus = [slot for slot in self._slots if self._taken - slot.round > self.max_lag]
+        self._overdue.difference_update(group.prompt.uid for group in taken.groups if group.prompt)
+        self._overdue.update(slot.prompt.uid for slot in surplus if slot.prompt)
         self._restored = deque(slot for slot in self._restored if slot not in surplus)
         await self._give_back(surplus)
         self._retried.clear()
@@ -195,9 +195,8 @@ class Buffer:
     def figures(self, now: float) -> dict[str, float]:
         """Of this moment: groups being sampled, finished and dropped, room in all, age of the oldest one in seconds."""
         under_way = [slot for slot in self._slots if slot.task is not None and slot.outcome is None]
-        dropped = sum(isinstance(slot.outcome, Drop) for slot in self._slots)
-        finished = sum(isinstance(slot.outcome, Group) for slot in self._slots)
-        return {"sampling": len(under_way), "finished": finished, "dropped": dropped,
+        kinds = Counter(type(slot.outcome) for slot in self._slots)
+        return {"sampling": len(under_way), "finished": kinds[Group], "dropped": kinds[Drop],
                 "capacity": self.batch_size * (self.max_lag + 1),
                 "oldest_s": max((now - slot.since for slot in under_way), default=0.0)}
 
@@ -213,7 +212,8 @@ class Buffer:
 
     def _cut(self) -> tuple[Taken, list[Slot]] | None:
         """The next batch and the slots that stay, or None when it is not full yet."""
-        slots = sorted(self._slots, key=lambda one: not one.begun) if self.resumes else self._slots  # or they age
+        slots = self._slots if not (self.resumes or self._overdue) else sorted(self._slots, key=lambda one: (
+            not one.begun, not one.prompt or one.prompt.uid not in self._overdue))  # or they age, or never come
         if self.order == "started" and any(slot.outcome is None for slot in slots[self.batch_size - 1::-1]):
             return None  # looked at from the end, where one is found soon: this is asked whenever a group is finished
         taken, chosen = Taken([], again=Counter(self._retried)), set()

@@ -61,6 +61,7 @@ class Request:
     Args:
         id: unique among the requests in flight; abort takes it.
         input_ids: the whole context; a resumed generation passes its response so far as well.
+        resumed: that response, the end of `input_ids`: a stop string may have begun in it.
         key: 64-bit key of this request's random draws. Draw i depends on (key, i) alone, so neither timing nor
             batching changes a token.
         want: further data to return, such as "routed_experts".
@@ -77,6 +78,7 @@ class Request:
     adapter: str | None = None
     images: tuple[bytes, ...] = ()
     unexpanded: tuple[int, ...] = ()
+    resumed: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -264,12 +266,12 @@ async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sampl
     partial = next((sample for sample in generation.begun if sample.index == index), None)
     if partial is not None and partial.status is not Status.ABORTED:
         return partial
-    drawn, sampling = 0 if partial is None else partial.response_length, generation.sampling
+    begun = () if partial is None else tuple(partial.tokens[len(prompt.token_ids):].tolist())
+    drawn, sampling = len(begun), generation.sampling
     if partial is not None and drawn and drawn >= sampling.max_new_tokens:
         return replace(partial, status=Status.TRUNCATED)
     request = generation.on_request(Request(
-        id=f"{prompt.stream}-{prompt.uid}-{index}",
-        input_ids=prompt.token_ids if partial is None else tuple(partial.tokens.tolist()),
+        id=f"{prompt.stream}-{prompt.uid}-{index}", input_ids=prompt.token_ids + begun, resumed=begun,
         sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn,
                          min_new_tokens=max(0, sampling.min_new_tokens - drawn)),
         key=generation.key(index, 0 if partial is None else partial.metadata["spans"])))
@@ -315,10 +317,9 @@ async def call_engine(generation: Generation, request: Request) -> Response:
         return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
                            code="engine-request-timeout", fix="look at the engine's log, or raise --rollout-timeout")
 
-    engine, recall = generation.engine, generation.recall
+    engine, recall, oldest = generation.engine, generation.recall, generation.engine.version
     if recall.cancelled:
         return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
-    oldest = engine.version
     try:
         recall.begins(request.id)
         async with within(generation.timeout, late):
@@ -383,8 +384,7 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
     status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(response.finish_reason, Status.ABORTED)
     return Sample(
         prompt=prompt, index=index, response_length=len(response.output_ids), text=response.text, status=status,
-        metadata={"figures": response.figures} if response.figures else {},
-        columns={
+        metadata={"figures": response.figures} if response.figures else {}, columns={
             "tokens": np.concatenate([np.asarray(ids, np.int32) for ids in (request.input_ids, response.output_ids)]),
             "loss_mask": np.ones(len(response.output_ids), np.uint8),
             "rollout_log_probs": np.asarray(response.log_probs, np.float32),

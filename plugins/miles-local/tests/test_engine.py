@@ -284,6 +284,20 @@ def test_stop_strings_end_a_response_and_stay_in_its_text(models, tokenizer):
     assert free.output_ids[: len(ended.output_ids)].tolist() == ended.output_ids.tolist()
 
 
+def test_a_stop_string_that_began_in_an_earlier_request_ends_the_response(models, tokenizer):
+    folder, _ = models["dense"]
+    whole = request(6, max_new_tokens=40)
+    free = session(together([whole]), folder, tokenizer=tokenizer)[0]
+    begun = tuple(free.output_ids[:9].tolist())
+    later = replace(whole, input_ids=whole.input_ids + begun, sampling=replace(whole.sampling, temperature=0))
+    rest = session(together([later]), folder, tokenizer=tokenizer)[0].output_ids.tolist()
+    stop = tokenizer.decode([begun[-1], rest[0]])
+    assert stop not in tokenizer.decode(rest) and stop not in tokenizer.decode(begun)
+    later = replace(later, resumed=begun, sampling=replace(later.sampling, stop=(stop,)))
+    ended = session(together([later]), folder, tokenizer=tokenizer)[0]
+    assert ended.output_ids.tolist() == rest[:1] and ended.finish_reason == "stop"
+
+
 def test_the_context_bounds_a_response(models):
     folder, _ = models["dense"]
     answer = session(together([request(1, 30, max_new_tokens=50)]), folder, max_context=37)[0]

@@ -162,6 +162,24 @@ def test_a_stop_string_across_two_calls_ends_the_response_there(ask):
     assert len(response.extra["routed_experts"]) == 3 + 3 - 1
 
 
+def test_a_stop_string_that_began_in_an_earlier_request_ends_the_response(ask):
+    from miles_sglang.client import Answer
+    from miles_sglang.in_flight import InFlightRequest, ModelFacts
+
+    facts = ModelFacts(vocab=100, stops=frozenset({98}), layers=1, topk=1, context=200, longest=195)
+
+    def answered(reason):
+        request = replace(ask("a", 9, stop=("23",), prompt=(5, 1, 2)), resumed=(1, 2))
+        inflight = InFlightRequest(request, 0, facts, lambda ids, skip: "".join(chr(48 + token) for token in ids))
+        inflight.body()
+        inflight.take([Answer(np.array([3, 4], np.int32), np.zeros(2, np.float32), reason, "1")], [1])
+        return inflight.response()
+
+    for reason in ("length", "abort"):
+        response = answered(reason)
+        assert response.output_ids.tolist() == [3] and response.text == "3" and response.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("end", [2, 700, 2999, 3000])
 def test_a_stop_string_in_a_long_answer_is_found_with_few_looks(ask, end):
     """Decoding takes as long as there are tokens, and the driver's loop waits for it."""

@@ -267,8 +267,10 @@ def test_an_end_that_the_tokenizer_s_settings_do_not_name_stands_there_once(toke
     assert suffix and suffix[0] != end and template.without_end([5, end]) == [5]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("cut", range(4))
-def test_a_conversation_that_was_called_back_goes_on_where_it_was(talks, tokenizer, cut):
+def test_a_conversation_that_was_called_back_goes_on_where_it_was(talks, tokenizer, cut, masked):
+    """Also where what was drawn before is not trained on: the mask does not say any more who wrote a token."""
     turns = ["<calc>12*34</calc><|im_end|>", "\\boxed{408}<|im_end|>"]
     whole, _ = talk(talks, tokenizer, turns)
     first, second = (drawn(tokenizer, turn) for turn in turns)
@@ -280,12 +282,16 @@ def test_a_conversation_that_was_called_back_goes_on_where_it_was(talks, tokeniz
     assert begun.status is Status.ABORTED
     begun.metadata = json.loads(json.dumps(begun.metadata))
     Columns().check(begun)
+    if masked:
+        begun.columns["loss_mask"] = np.zeros_like(begun.columns["loss_mask"])
+        whole.columns["loss_mask"][:begun.response_length] = 0
     rest = [tail, *([drawn(tokenizer, turns[1], version=8)] if cut < 2 else [])]
     sample, engine = talk(talks, tokenizer, rest, begun=[begun])
     assert sample.status is Status.COMPLETED
     for name in ("tokens", "loss_mask", "rollout_log_probs"):
         np.testing.assert_array_equal(sample.columns[name], whole.columns[name], name)
     assert set(sample.columns["versions"].tolist()) == {7, 8} or place == 0
+    assert engine.requests[0].resumed == tuple(head[0]), "what a stop string may have begun in"
     assert sample.metadata["figures"]["turns"] == 2 and sample.metadata["figures"]["tool_calls"] == 1
     assert engine.requests[0].key == rng.key(0, "train", 5, 0, 1 + (cut >= 2)), "no draw comes twice"
     again, engine = talk(talks, tokenizer, [], begun=[sample])

@@ -48,3 +48,10 @@ def test_a_stop_string_across_calls_is_found_with_few_looks(end):
         call.take(Answer(part, part.astype(np.float32), part, reason))
     response = call.response(decode)
     assert response.output_ids.tolist() == ids[:end].tolist() and response.finish_reason == "stop" and len(looks) < 20
+
+
+def test_a_stop_string_that_began_in_an_earlier_request_ends_the_response():
+    call = Call(Request("a", (5, 1, 2), SamplingParams(stop=("23",)), key=1, resumed=(1, 2)), 4000)
+    call.take(Answer(np.array([3, 4], np.int32), np.zeros(2, np.float32), np.ones(2, np.int32), "length"))
+    response = call.response(lambda ids: "".join(chr(48 + token) for token in ids))
+    assert response.output_ids.tolist() == [3] and response.text == "3" and response.finish_reason == "stop"

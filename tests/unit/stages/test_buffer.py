@@ -7,9 +7,10 @@ on or was sampled again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -301,3 +302,34 @@ def test_a_full_batch_is_waited_for_with_few_looks_at_its_groups(monkeypatch, or
         return Watched.looks / size
 
     assert asyncio.run(looks(400)) < 20
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 3])
+def test_a_surplus_comes_again_once_however_fast_sampling_is(max_lag):
+    """What begins between a take and its sync is as old as what was left over; behind that it would be left over again,
+    and the same prompts would be sampled in each rollout and trained on in none."""
+    fresh, again, asked, trained = itertools.count(), deque(), Counter(), []
+
+    async def requeue(slots):
+        again.extend(slot.prompt for slot in slots)
+
+    async def produce(buffer):
+        while True:
+            slot = await buffer.reserve()
+            with buffer.filling(slot):
+                slot.prompt = again.popleft() if again else Prompt(next(fresh), 0, "", (0,))
+                slot.outcome = Group(slot.prompt, [])
+                asked[slot.prompt.uid] += 1
+
+    async def run():
+        buffer = Buffer(2, max_lag, batches=12, credit=2, requeue=requeue)
+        producer = asyncio.create_task(produce(buffer))
+        for _ in range(12):
+            trained.extend(group.prompt.uid for group in (await buffer.take()).groups)
+            await asyncio.sleep(0.001)  # a step: all that there is room for is sampled meanwhile
+            buffer.release()
+            await asyncio.sleep(0.001)
+        producer.cancel()
+
+    asyncio.run(run())
+    assert trained == list(range(24)) and max(asked.values()) <= 2

@@ -229,7 +229,7 @@ class LocalEngine:
                               code="stop-strings-without-tokenizer", got=sampling.stop,
                               fix="give the engine a tokenizer, or use stop_token_ids")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
-        watch = StopStrings(self._tokenizer, sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
+        watch = StopStrings.of(request, self._tokenizer) if sampling.stop else None
         seq = SequenceState(
             order=next(self._orders), request=request, watch=watch,
             stops=np.array(sorted(i for i in stops if 0 <= i < self.shape.vocab), np.int64),

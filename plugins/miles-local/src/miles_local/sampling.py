@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from miles_core.errors import EngineError
-from miles_core.stages.rollout import SamplingParams
+from miles_core.stages.rollout import Request, SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK, _DEVICE_CHUNK = 1 << 23, 1 << 25
@@ -188,6 +188,14 @@ class StopStrings:
         self._ids: list[int] = []
         self._start = self._read = 0
         self._tail = ""
+
+    @classmethod
+    def of(cls, request: Request, tokenizer) -> StopStrings:
+        """Those of a request; one may have begun in the response that it resumes."""
+        watch = cls(tokenizer, request.sampling.stop, request.sampling.skip_special_tokens)
+        for token in request.resumed:
+            watch.hit(token)
+        return watch
 
     def hit(self, token: int) -> bool:
         """Take the next token; True once a stop string has appeared."""

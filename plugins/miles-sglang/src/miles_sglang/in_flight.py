@@ -232,20 +232,23 @@ class InFlightRequest:
     def _end(self) -> int:
         """Tokens of the answer, of all that were drawn.
 
-        Each call of several saw a part of a stop string. And drafts are accepted in blocks: where one reaches
-        max_new_tokens or meets an abort, SGLang ends there before it looks for an end within the block.
+        Each call of several, or of a resumed answer, saw a part of a stop string. And drafts are accepted in blocks:
+        where one reaches max_new_tokens or meets an abort, SGLang ends there before it looks for an end within it.
         """
         drafted, ends = any(self._counts.get(name) for name in SPECULATION), [len(self.ids)]
         if drafted and (stop := self._first_stop(0)) is not None:
             ends.append(stop)
-        if (drafted or self._calls > 1) and self._stopped():  # a beginning that has one is that of longer ones
+        if (drafted or self._calls > 1 or self.request.resumed) and self._stopped():
+            # A beginning that has one is that of longer ones.
             ends.append(bisect.bisect_left(range(len(self.ids)), True, key=self._stopped))
         return min(ends)
 
     def _stopped(self, end: int | None = None) -> bool:
-        """Whether the first tokens have a stop string."""
-        text = self._text(end) if self.request.sampling.stop else ""
-        return any(stop in text for stop in self.request.sampling.stop)
+        """Whether the first tokens have a stop string, which may have begun in what they go on from."""
+        request, stops = self.request, self.request.sampling.stop
+        ids = np.array([*request.resumed, *self.ids[:end]], np.int32) if stops else self.ids[:0]
+        text = self._decode(ids, request.sampling.skip_special_tokens)
+        return any(stop in text for stop in stops)
 
     def _cut(self, response: Response, end: int) -> Response:
         """Its first `end` tokens, and why they are the last."""

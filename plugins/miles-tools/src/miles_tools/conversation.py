@@ -114,7 +114,7 @@ class _Conversation:
             return Status.TRUNCATED
         request = generation.on_request(Request(
             id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self._draws}",
-            input_ids=tuple(transcript.ids),
+            input_ids=tuple(transcript.ids), resumed=tuple(transcript.last_turn),
             sampling=dataclasses.replace(sampling, max_new_tokens=room,
                                          min_new_tokens=max(0, sampling.min_new_tokens - transcript.drawn)),
             key=generation.key(self._index, self._draws),
@@ -198,7 +198,7 @@ class _Conversation:
         if self._drop is not None:
             sample.metadata["drop"] = dataclasses.asdict(self._drop)
         if status is Status.ABORTED:
-            sample.metadata["begun"] = {"draws": self._draws, **self._figures}
+            sample.metadata["begun"] = {"draws": self._draws, "mask": transcript.mask, **self._figures}
         return sample if self._last is None else self._generation.on_response(sample, self._last)
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ class Transcript:
         log_probs: [R] of each drawn token; 0 for a suffix.
         versions: [R] weight version of each drawn token; a suffix has that of the token before it.
         figures: sums of the numbers that engine calls reported, and how many reported each.
+        begun_mask: loss mask of what was there when it was called back, which need not say who wrote it any more.
         images: beside the row's: how many ids after the prompt came before, and a name in the run's folder of images.
     """
 
@@ -41,6 +42,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)
     figures: dict[str, list[float]] = field(default_factory=dict)
     images: list[tuple[int, str]] = field(default_factory=list)
+    begun_mask: list[int] = field(default_factory=list)
 
     @classmethod
     def begin(cls, prompt_ids: Sequence[int], images: Sequence[str] = ()) -> Transcript:
@@ -52,8 +54,9 @@ class Transcript:
         """A conversation that was called back, with all that it had."""
         columns = begun.columns
         mask, log_probs, versions = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
-        return cls(begun.tokens.tolist(), begun.length - begun.response_length, mask, log_probs, versions,
-                   images=[(0, name) for name in images_of(begun)])
+        return cls(begun.tokens.tolist(), begun.length - begun.response_length,
+                   begun.metadata["begun"].get("mask", mask), log_probs, versions,
+                   images=[(0, name) for name in images_of(begun)], begun_mask=mask)
 
     @property
     def last_turn(self) -> list[int]:
@@ -104,6 +107,7 @@ class Transcript:
         """
         ends = status is not Status.ABORTED and self.drawn
         length = len(self.mask) - self.mask[::-1].index(1) if ends else len(self.mask)
+        loss_mask = [*self.begun_mask, *self.mask[len(self.begun_mask):]]
         images = [name for place, name in self.images if place < length]
         return Sample(
             prompt=prompt,
@@ -115,7 +119,7 @@ class Transcript:
                       **({IMAGES: images} if images else {})},
             columns={
                 "tokens": np.array(self.ids[: self.prompt_length + length], np.int32),
-                "loss_mask": np.array(self.mask[:length], np.uint8),
+                "loss_mask": np.array(loss_mask[:length], np.uint8),
                 "rollout_log_probs": np.array(self.log_probs[:length], np.float32),
                 "versions": np.array(self.versions[:length], np.int32),
             },

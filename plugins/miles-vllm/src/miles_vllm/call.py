@@ -69,17 +69,19 @@ class Call:
             self.reason = "abort"
 
     def response(self, decode: Callable[[np.ndarray], str]) -> Response:
-        """Everything as one answer. Each call of several saw a part of a stop string, so one is looked for in all."""
+        """Everything as one answer. Each call of several, or of a resumed answer, saw a part of a stop string, so
+        one is looked for in all."""
         parts = (("ids", np.int32), ("log_probs", np.float32), ("versions", np.int32))
         ids, log_probs, versions = (np.concatenate([np.zeros(0, dtype), *(getattr(one, part) for one in self.answers)])
                                     for part, dtype in parts)
         stops, reason, end = self.request.sampling.stop, self.reason or "abort", len(ids)
 
         def stopped(first: int) -> bool:
-            text = decode(ids[:first])
+            text = decode(np.array([*self.request.resumed, *ids[:first]], np.int32))
             return any(stop in text for stop in stops)
 
-        if stops and len(self.answers) > 1 and stopped(end):  # a beginning that has one is that of longer ones
+        if stops and (len(self.answers) > 1 or self.request.resumed) and stopped(end):
+            # A beginning that has one is that of longer ones.
             end, reason = bisect.bisect_left(range(end), True, key=stopped), "stop"
         figures = {"engine_retries": float(self.failures)} if self.failures else {}
         return Response(ids[:end], log_probs[:end], versions[:end], reason, decode(ids[:end]), figures=figures)
