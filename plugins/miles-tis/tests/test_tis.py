@@ -18,7 +18,7 @@ from miles_tis.plugin import Tis, TisOptions
 from miles_tis.weights import corrected, step_mean
 
 from miles_core.config.load import load
-from miles_core.config.tables import Algorithm, Rollout, RunConfig
+from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import ConfigError
 from miles_core.stages.loss import TokenWeights, clipped_surrogate
 
@@ -230,15 +230,6 @@ def test_without_old_log_probs_the_current_ones_stand_in():
 def test_options_that_do_not_fit_are_refused(options, algorithm, message):
     with pytest.raises(ConfigError, match=message):
         Tis(TisOptions(**options), RunConfig(algorithm=Algorithm(**algorithm)))
-
-
-@pytest.mark.parametrize(("steps", "engines", "told"), [(1, False, 1), (1, True, 0), (2, False, 0)])
-def test_opsm_without_effect_is_told(steps, engines, told):
-    """One step per rollout: old log-probs are those of the step's own weights, unless they are the engine's."""
-    notes = []
-    config = RunConfig(rollout=Rollout(num_steps_per_rollout=steps), algorithm=Algorithm(use_rollout_logprobs=engines))
-    Tis(TisOptions(use_opsm=True), config).check(config, notes.append)
-    assert len(notes) == told
 
 
 @pytest.mark.parametrize("flag", ["--use-tis", "--tis-clip", "--tis-clip-low", "--use-opsm", "--opsm-delta"])

@@ -64,15 +64,6 @@ class Tis:
         self.options, self._mean = options, 1.0
 
     @hookimpl
-    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """Says where --use-opsm has no effect."""
-        one_step = config.rollout.num_steps_per_rollout == 1 and not config.algorithm.use_rollout_logprobs
-        if self.options.use_opsm and one_step:
-            note("use_opsm leaves nothing out: in a rollout's only step the policy is the old one. With "
-                 "--use-rollout-logprobs it is compared with what the engine sampled with")
-        return config
-
-    @hookimpl
     def derive(self, config: RunConfig) -> RunConfig:
         """A mean over the step's weights needs the old log-probs before the step."""
         if not self.options.tis_batch_normalize or "algorithm.skip_actor_forward_only" in config.origin:
