@@ -89,14 +89,14 @@ def told(group: Group) -> str | None:
 def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
     """Miles's names: eval/NAME is rollouts' mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
     samples = [sample for group in groups for sample in group.samples]
-    lengths = np.array([sample.response_length for sample in samples])
+    lengths, rewards = np.array([one.response_length for one in samples]), [*map(rollout_rewards, groups)]
     metrics = {
-        f"eval/{name}": np.mean([reward for group in groups for reward in rollout_rewards(group).values()]),
+        f"eval/{name}": np.mean([reward for group in rewards for reward in group.values()]),
         f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
         f"eval/{name}/response_len/mean": lengths.mean(),
         f"eval/{name}/response_len/max": lengths.max()}
     metrics |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}
-    count, k = min(len(rollout_rewards(group)) for group in groups), 1
+    count, k = min(map(len, rewards)), 1
     while count > 1 and k <= count:
         metrics[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])
         k *= 2

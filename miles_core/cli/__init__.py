@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import click
 
 from miles_core.errors import MilesError, OwnerError
-from miles_core.record.directory import FULL
 
 if TYPE_CHECKING:
     from miles_core.plugins.manifest import Manifest, Offer
@@ -161,6 +160,8 @@ def main_of(body: Callable[[], object]) -> None:
         raise SystemExit(error.exit_code) from None
     except (MilesError, OSError) as error:
         if not isinstance(error, MilesError):
+            from miles_core.record.directory import FULL
+
             if error.errno not in FULL:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left of the output in its buffer
