@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from miles_compat.loading import load_function
 from miles_compat.paths import noted
 from miles_compat.rollout_types import GenerateFnInput, GenerateFnOutput
-from miles_compat.sample import seen
+from miles_compat.sample import runs_of, seen
 from miles_compat.session import CURRENT, Drawn
 from miles_core.errors import HookError
 
@@ -78,16 +78,13 @@ async def _plain(answer: Any) -> Any:
 
 def _answers(made: Any, temperature: float) -> list[Drawn]:
     """The engine's answers in a conversation: what is trained on, with the sample's own log-probs and versions."""
-    import numpy as np
-
     from miles_core.stages.rollout import Response
 
     prompt, columns = made.length - made.response_length, made.columns
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], columns["loss_mask"], [0]]).astype(int))).reshape(-1, 2)
     return [Drawn(tuple(made.tokens[:prompt + start].tolist()),
                   Response(made.tokens[prompt + start:prompt + stop], columns["rollout_log_probs"][start:stop],
                            columns["versions"][start:stop], "stop"), temperature)
-            for start, stop in edges.tolist()]
+            for start, stop in runs_of(columns["loss_mask"])]
 
 
 def _agents(args: Args) -> Any:

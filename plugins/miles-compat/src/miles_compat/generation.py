@@ -199,9 +199,8 @@ def _origin(tokens: np.ndarray, mask: np.ndarray, answers: Sequence[Drawn], gene
     first = int(version_of[0]) if len(version_of) else generation.engine.version
     log_probs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
     continued = _continued(tokens, answers)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int))).reshape(-1, 2)
     at = 0
-    for opening, stop in edges.tolist():
+    for opening, stop in samples.runs_of(mask):
         start = opening
         while start < stop:
             places = range(at, len(ids) if start == opening else at + 1)
@@ -230,15 +229,15 @@ def _continued(tokens: np.ndarray, answers: Sequence[Drawn]) -> list[tuple[int, 
     """(where in the sample, where in all that was drawn, how many tokens) of answers that the sample goes on with."""
     import numpy as np
 
-    found, begin = [], 0
+    pieces, begin = [], 0
     for one in answers:
         drawn, place = one.response.output_ids, len(one.input_ids)
         if place < len(tokens) and tuple(tokens[:place].tolist()) == one.input_ids:
             most = min(len(drawn), len(tokens) - place)
             differs = np.flatnonzero(drawn[:most] != tokens[place:place + most])
-            found.append((place, begin, int(differs[0]) if len(differs) else most))
+            pieces.append((place, begin, int(differs[0]) if len(differs) else most))
         begin += len(drawn)
-    return found
+    return pieces
 
 
 def _piece(tokens: np.ndarray, start: int, stop: int, continued: Sequence[tuple[int, int, int]], ids: np.ndarray,
@@ -250,10 +249,10 @@ def _piece(tokens: np.ndarray, start: int, stop: int, continued: Sequence[tuple[
     """
     import numpy as np
 
-    known = [(min(place + size, stop) - start, begin + start - place) for place, begin, size in continued
+    contexts = [(min(place + size, stop) - start, begin + start - place) for place, begin, size in continued
              if place <= start < place + size]
-    if known:
-        size, begin = max(known, key=lambda one: one[0])
+    if contexts:
+        size, begin = max(contexts, key=lambda one: one[0])
         return begin, size
     run, best = tokens[start:stop], (0, -1)
     for begin in (places.start + np.flatnonzero(ids[places.start:places.stop] == run[0])).tolist():

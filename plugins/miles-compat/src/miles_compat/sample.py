@@ -236,6 +236,14 @@ def mask_of(values: Any, size: int) -> np.ndarray | None:
     return mask.astype(np.uint8) if fits else None
 
 
+def runs_of(mask: np.ndarray) -> list[list[int]]:
+    """[start, stop] of each run of tokens that are trained on."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
+    return edges.reshape(-1, 2).tolist()
+
+
 def label_of(prompt: types.Prompt) -> Any:
     """What stands under the row's label key: text, or an object or list, which the metadata have beside its text."""
     if (prompt.label or "")[:1] not in ("{", "["):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from miles_local.companions import copy_companions
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -37,8 +37,6 @@ from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
 
 STATE, TENSORS = "fsdp.json", "tensors"
-WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
-                ".ckpt", ".msgpack", ".ot", ".onnx")
 
 
 def latest(folder: str) -> int | None:
@@ -171,12 +169,7 @@ def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str
     with publish(folder, beside=False) as temporary:
         save_torch_state_dict({name: tensor.to("cpu", copy=True) for name, tensor in stream}, temporary,
                               filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
-        for path in Path(source).iterdir():
-            if path.is_file() and not path.name.endswith(WEIGHT_FILES) and not path.name.startswith("."):
-                shutil.copyfile(path, temporary / path.name)
-        config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copy_companions(Path(source), temporary, dtype)
 
 
 def hashes(stream: Iterable[tuple[str, torch.Tensor]], samples: Iterable[Sample]) -> dict[str, dict[str, str]]:

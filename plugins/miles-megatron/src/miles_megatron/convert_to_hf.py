@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from miles_local.companions import copy_companions
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -130,8 +131,8 @@ class ToHuggingFace(Conversion):
         dist.barrier()  # every file is there
         if self.rank.index == 0:
             largest = max(self.parameters, key=lambda one: one.nbytes)
-            weights.copy_companions(self.job.companions, self.job.target, largest.dtype,
-                                    weights.PLAIN | weights.without_left(self.job.weight_map))
+            copy_companions(self.job.companions, self.job.target, largest.dtype,
+                            weights.PLAIN | weights.without_left(self.job.weight_map))
             names, total = [[*self._layout(file)] for file in self._files], sum(file.nbytes for file in self._files)
             if self._carried:
                 names, total = [*names, [*self._carried]], total + self._carry()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_local.companions import copy_companions
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.scan import offering
-from miles_core.reading import parse_json, reading
 from miles_core.record.publish import publish
 from miles_megatron import cpu, hf_config, tensor_merges
 from miles_megatron.disk_names import PlainReaders, to_disk
@@ -46,9 +44,6 @@ EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 PLAIN = {"quantization_config": None}
 """What config.json says of weights that are not quantised, whatever it said of those that a run started from."""
-
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
-                 ".ckpt", ".msgpack", ".ot", ".onnx")
 
 
 def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: frozenset[str] = frozenset()) -> None:
@@ -250,19 +245,6 @@ def export_hf(
     with publish(Path(folder)) as target:
         written = _write_shards(target, stream, dtype, shard_bytes)
         copy_companions(source, target, written, config)
-
-
-def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mapping[str, object] | None = None) -> None:
-    """What a Hugging Face directory holds beside the weights; config.json with the dtype of these, and with `more`."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
-            shutil.copyfile(file, target / file.name)
-    with reading(str(source / "config.json"), CheckpointError):
-        config = dict(parse_json((target / "config.json").read_text(encoding="utf-8")))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    config |= more or {}
-    config = {key: value for key, value in config.items() if value is not None or key not in (more or {})}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_shards(
