@@ -250,7 +250,7 @@ def _piece(tokens: np.ndarray, start: int, stop: int, continued: Sequence[tuple[
     import numpy as np
 
     contexts = [(min(place + size, stop) - start, begin + start - place) for place, begin, size in continued
-             if place <= start < place + size]
+                if place <= start < place + size]
     if contexts:
         size, begin = max(contexts, key=lambda one: one[0])
         return begin, size

@@ -97,10 +97,10 @@ def _sampled(sample: Sample) -> dict[str, Any]:
 
 def _equal(value: Any, known: Any) -> bool:
     try:
-        found = np.array(value.tolist() if hasattr(value, "tolist") else value, np.float64)
+        numbers = np.array(value.tolist() if hasattr(value, "tolist") else value, np.float64)
     except (TypeError, ValueError):
         return False
-    return found.shape == np.shape(known) and bool(np.allclose(found, known, rtol=0, atol=1e-4))
+    return numbers.shape == np.shape(known) and bool(np.allclose(numbers, known, rtol=0, atol=1e-4))
 
 
 def unknown(data: dict[str, Any]) -> list[str]:

@@ -172,11 +172,11 @@ class Schedule:
         self._ready = deque(one for one in self._ready if one[0] >= oldest)
         if ready > len(self._ready):
             self._log("surplus_groups", ready - len(self._ready))
-        found = next((one for one in self._ready if one[0] >= version), None)
-        if found is None:
+        oldest_fit = next((one for one in self._ready if one[0] >= version), None)
+        if oldest_fit is None:
             return None
-        self._ready.remove(found)
-        return found[1]
+        self._ready.remove(oldest_fit)
+        return oldest_fit[1]
 
     def _opened(self, rollout_id: int, generation: Generation) -> Together:
         asked: Counter[bytes] = Counter()
@@ -325,9 +325,9 @@ class Evaluations:
         if self._call is None:
             return
         for name, data in self._call.result().items():
-            given = len(data.get("samples") or data.get("rewards") or ())
-            if given > self._used.get(name, given):
-                raise HookError(f"the function gave {name} more samples than it has", who=EVAL, got=given,
+            count = len(data.get("samples") or data.get("rewards") or ())
+            if count > self._used.get(name, count):
+                raise HookError(f"the function gave {name} more samples than it has", who=EVAL, got=count,
                                 fix=f"return {self._used[name]}, --n-samples-per-eval-prompt of each prompt",
                                 code="eval-function-surplus")
 
