@@ -32,7 +32,7 @@ def _reasons(config: RunConfig, plugins: Sequence[Selected]) -> Iterator[bool]:
     """Whether each thing that needs the pass is there; metrics of samples that no step computes need it, too."""
     algorithm, perf, rollout = config.algorithm, config.perf, config.rollout
     yield rollout.num_steps_per_rollout != 1 or config.debug.debug_rollout_only
-    yield algorithm.use_rollout_logprobs or algorithm.true_on_policy_mode or algorithm.kl_coef != 0
+    yield algorithm.use_rollout_logprobs or algorithm.kl_coef != 0
     yield perf.skip_zero_advantages
     shown = {(hook, chosen(config, hook)) for hook in ("advantage", "policy_loss", "reduction")}
     if algorithm.policy_loss is None:

@@ -22,12 +22,11 @@ class Case:
         self.trainer = trainer_part(list(selected), config, rank)
         self.gpu, self.before = torch.cuda.is_available(), _status("VmRSS")
         self.trainer.load()
-        self.seconds: dict[str, list[float]] = {"score": [], "step": [], "reserve": []}
+        self.seconds: dict[str, list[float]] = {"score": [], "step": []}
 
-    def train(self, batch: Any, steps: int, profile: bool = False, block: int = 0) -> dict[int, dict[str, Any]]:
+    def train(self, batch: Any, steps: int, profile: bool = False) -> dict[int, dict[str, Any]]:
         """Whole rollouts on one batch; rank -> what came of them. With profile one more, which torch's profiler watches
-        on the first GPU. With a block of so many bytes each rollout begins by taking from the GPU what the one before
-        had, in such blocks; the seconds are those of "reserve".
+        on the first GPU.
 
         A GPU's peak is that of torch's allocator from the second step on, a CPU's the kernel's high-water mark over
         what the process had before.
@@ -35,11 +34,9 @@ class Case:
         import torch
         from trainer_speed import profiled
 
-        metrics, traces, watched, reserved = [], [], self.gpu and self.rank.index == 0, 0
+        metrics, traces, watched = [], [], self.gpu and self.rank.index == 0
         for index in range(steps + profile):
             self.trainer.take_batch(batch)
-            if block and index:
-                self._timed("reserve", _reserve, reserved, block)
             scores = self._timed("score", self.trainer.score) | self.trainer.advantage()
             if self.gpu and index == 1:
                 torch.cuda.reset_peak_memory_stats()
@@ -47,7 +44,6 @@ class Case:
                 profiled(lambda: self.trainer.step(0), traces)
             else:
                 metrics.append(scores | self._timed("step", self.trainer.step, 0))
-            reserved = torch.cuda.memory_reserved() if self.gpu else 0
             self.trainer.end_batch()
         peak = torch.cuda.max_memory_allocated() if self.gpu else _status("VmHWM") - self.before
         return {self.rank.index: {
@@ -79,16 +75,6 @@ async def trained(plan: Any, ranks: int, *args: Any) -> dict[int, dict[str, Any]
         return await handle.train(*args)
     finally:
         await handle.close()
-
-
-def _reserve(size: int, block: int) -> None:
-    """Have torch's allocator hold so many bytes of the GPU, the new ones in blocks of one size."""
-    import torch
-
-    if torch.cuda.is_available():
-        missing = max(0, size - torch.cuda.memory_reserved())
-        blocks = [torch.empty(block, dtype=torch.uint8, device="cuda") for _ in range(missing // block)]
-        del blocks
 
 
 def _status(field: str) -> int:

@@ -4,11 +4,10 @@
     python tests/gpu/trainer_speed.py qwen3-0.6b --tokens 16384 --steps 4 --flags "--transformer-impl local"
 
 A shape is a config.json; weights are Megatron's random ones, made on the GPU. Each case runs in a process of its own:
-log-probs, then optimizer steps on --micro-batches packed ones of --tokens. With --flags=--colocate a rollout ends by
-giving free memory back to the GPU, as beside an engine, and the next takes it anew: as it is asked for, or before the
-pass in blocks of --reserve GiB. --profile puts one more step under torch's profiler: how long the GPU computed, in how
-many kernels, and in which. Prints tokens/s of a step, the share of 989 TFLOP/s (H100 and H200, bf16, dense) that the
-model's own operations are, and peak memory as predicted and as torch counted it.
+log-probs, then optimizer steps on --micro-batches packed ones of --tokens. --profile puts one more step under torch's
+profiler: how long the GPU computed, in how many kernels, and in which. Prints tokens/s of a step, the share of 989
+TFLOP/s (H100 and H200, bf16, dense) that the model's own operations are, and peak memory as predicted and as torch
+counted it.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def profiled(call, profile: list[dict[str, object]]) -> None:
 
 
 def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], *, whole: int = 0,
-            profile: bool = False, block: int = 0) -> dict[str, object]:
+            profile: bool = False) -> dict[str, object]:
     """One case, in this process; the first step pays for kernels that are chosen and compiled. A step has one
     micro-batch, or `whole` tokens."""
     from miles_megatron import estimate
@@ -135,7 +134,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
                                                 groups=whole // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
     case = Case(plan.selected, plan.config, Rank())
-    figures, trainer = case.train(rollout(whole, length), steps, profile, block)[0], case.trainer
+    figures, trainer = case.train(rollout(whole, length), steps, profile)[0], case.trainer
     seconds, counted = figures["seconds"], figures["peak"]
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
@@ -178,7 +177,6 @@ def main() -> int:
     arguments.add_argument("--micro-batches", type=int, default=1)
     arguments.add_argument("--samples", type=int, default=0, help="of a step, instead of full micro-batches")
     arguments.add_argument("--steps", type=int, default=4)
-    arguments.add_argument("--reserve", type=int, default=0, help="GiB of a block")
     arguments.add_argument("--profile", action="store_true")
     arguments.add_argument("--flags", default=None, help="of miles run, for one case instead of the two")
     arguments.add_argument("--limit", type=float, default=240, help="seconds of one case")
@@ -187,7 +185,7 @@ def main() -> int:
     if given.here:
         found = measure(given.shapes[0], given.tokens, given.length, given.steps, shlex.split(given.flags or ""),
                         whole=given.samples * given.length or given.tokens * given.micro_batches,
-                        profile=given.profile, block=given.reserve * 2**30)
+                        profile=given.profile)
         print(json.dumps(found))
         return 0
     cases = ["", "--recompute-granularity full"] if given.flags is None else [given.flags]
@@ -196,7 +194,6 @@ def main() -> int:
             measured = in_process(__file__, [
                 "--here", shape, "--tokens", given.tokens, "--length", given.length, "--steps", given.steps,
                 f"--flags={flags}", "--micro-batches", given.micro_batches, "--samples", given.samples,
-                "--reserve", given.reserve,
                 *(["--profile"] if given.profile else [])], given.limit)
             ended = isinstance(measured, dict)
             good = ended and abs(measured["off"]) <= 0.1

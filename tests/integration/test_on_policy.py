@@ -114,6 +114,8 @@ def test_true_on_policy_mode_ends_a_run_whose_sides_differ(run_file, tmp_path):
     (tmp_path / "nudge.py").write_text(NUDGE)
     arguments = ["run", run_file(), "--no-live", "--run-dir", "run", "--plugin", "./nudge.py"]
     assert miles(arguments, tmp_path).code == 0  # a difference is reported, and no more
-    outcome = miles([*arguments, "--run-dir", "strict", "--true-on-policy-mode"], tmp_path)
-    assert outcome.code == 1
-    assert "prompt 5 (row 5), sample 1" in outcome.err and "first at response token 0" in outcome.err
+    for steps in ("1", "2"):  # in the forward of the only step, and in a pass before the first
+        outcome = miles([*arguments, "--run-dir", f"strict-{steps}", "--true-on-policy-mode",
+                         "--num-steps-per-rollout", steps], tmp_path)
+        assert outcome.code == 1
+        assert "prompt 5 (row 5), sample 1" in outcome.err and "first at response token 0" in outcome.err

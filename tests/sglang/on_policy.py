@@ -1,4 +1,5 @@
-"""Runs in SGLang's Python under Triton's interpreter: one token by the kernel of prefill, against all rows at once.
+"""Runs in SGLang's Python under Triton's interpreter: one token by the kernel of prefill, against all rows at once;
+a rope and products in fewer kernels or other blocks, against what they stand in for.
 
 Prints what it found as JSON; test_on_policy.py says what has to be found.
 """
@@ -17,7 +18,8 @@ import triton.runtime.interpreter as interpreter
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension/on_policy"))
-from miles_on_policy import attend
+from miles_on_policy import attend, blocks, multiply, turn
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 # A tensor core adds up an element alike, however many rows a block has; BLAS for AVX2 does not, so sums are in float64.
 interpreter.np = type("Numpy", (), {**vars(np), "matmul": staticmethod(
@@ -49,7 +51,24 @@ def main():
         seen = torch.cat([places[start : start + row + 1] for start, row in going])
         counts = torch.tensor([0, *(row + 1 for _, row in going)]).cumsum(0).int()
         differ += int((attend(q[last], keys, values, counts, seen, SCALE) != packed[last]).sum())
-    print(json.dumps({"differ": differ, "from_exact": float((packed - exact).abs().max())}))
+    print(json.dumps({"rope": turned(), "products": multiplied(), "differ": differ,
+                      "from_exact": float((packed - exact).abs().max())}))
+
+
+def turned() -> int:
+    """Numbers of a rope in float16 that are not transformers', which rounds each product and each sum."""
+    q, k, cos, sin = (torch.randn(1, 5, *heads, SIZE).half() for heads in ((HEADS,), (SHARED,), (), ()))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    pairs = zip((q, k), apply_rotary_pos_emb(q, k, cos, sin), strict=True)
+    return sum(int((turn(rows[0], cos[0], sin[0]) != theirs[0]).sum()) for rows, theirs in pairs)
+
+
+def multiplied() -> dict[str, int]:
+    """Numbers of products of few integers, which every order adds up alike, that are wrong; by blocks."""
+    a, b, bias = (torch.randint(-4, 5, shape).float() for shape in ((70, 40), (50, 40), (50,)))
+    exact = a @ b.t() + bias
+    sizes = {blocks(1, 1024), blocks(1, 151936), blocks(256, 151936)}
+    return {str(each): int((multiply(a, b.t(), bias, each, processors=7) != exact).sum()) for each in sizes}
 
 
 main()

@@ -19,6 +19,15 @@ def test_a_token_attends_by_its_heads_of_one_key_as_a_row_of_prefill_does(found)
     assert found["differ"] == 0 and found["from_exact"] < 2e-6
 
 
+def test_a_rope_in_one_kernel_rounds_where_transformers_does(found):
+    assert found["rope"] == 0
+
+
+def test_products_of_few_rows_are_whole_in_each_size_of_blocks(found):
+    """That their bits are those of SGLang's own blocks only a GPU can tell (docs/benchmarks.md)."""
+    assert list(found["products"].values()) == [0, 0, 0]
+
+
 @pytest.fixture(params=["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen2"))])
 def folder(request, tmp_path_factory):
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -75,3 +75,28 @@ def test_the_tables_of_a_rope_are_made_where_they_are_used_and_stay_what_they_ar
     rope.inv_freq = rope.inv_freq + 1
     server_kernels.tables(model, torch.device("cpu"))
     assert before and all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_products_by_cublas_are_a_linear_layers(bias):
+    torch.manual_seed(0)
+    plain, ours = (torch.nn.Linear(5, 7, bias=bias, dtype=torch.float64) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    server_kernels.products(torch.nn.Sequential(ours))
+    rows = torch.randn(2, 3, 5, dtype=torch.float64)
+    given = [rows.clone().requires_grad_() for _ in range(2)]
+    outputs = [layer(one) for layer, one in zip((plain, ours), given, strict=True)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        (output**2).sum().backward()
+    pairs = [given, *zip(plain.parameters(), ours.parameters(), strict=True)]
+    for one, other in pairs:
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_products_leave_out_what_is_frozen():
+    layer = torch.nn.Linear(3, 2)
+    server_kernels.products(layer)
+    layer.weight.requires_grad_(False)
+    layer(torch.ones(4, 3)).sum().backward()
+    assert layer.weight.grad is None and layer.bias.grad.tolist() == [4.0, 4.0]

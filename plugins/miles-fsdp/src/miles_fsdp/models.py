@@ -31,7 +31,7 @@ from miles_fsdp.parked import Parked
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
-from miles_fsdp.server_kernels import tables
+from miles_fsdp.server_kernels import products, tables
 from miles_fsdp.trained import Trained
 from miles_fsdp.value import head_of
 
@@ -122,6 +122,7 @@ class Models:
         module.to(self._ranks.device)
         if exact:
             tables(model, self._ranks.device)
+            products(model)
         shard(module, self._ranks, options, low=declared.trainable and config.perf.bf16,
               offload=options.cpu_offload or not declared.trainable)
         samples = _two_samples(self._columns, module.reach)

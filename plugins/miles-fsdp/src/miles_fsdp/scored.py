@@ -68,8 +68,11 @@ class Scored:
         """log p [N] of the rows' targets and, if asked for, the entropy [N], which may have a gradient."""
         def scored(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = self._head(hidden)
-            if not self._temperature.as_sampled and by_kernels(logits):
-                pair = cast("Any", LogProbs).apply(logits, targets, self._temperature.value, entropy, gradient)
+            if by_kernels(logits):
+                sampled = None
+                if self._temperature.as_sampled:
+                    sampled = self._normalised(logits.detach()).gather(1, targets[:, None])[:, 0]
+                pair = cast("Any", LogProbs).apply(logits, targets, self._temperature.value, entropy, gradient, sampled)
                 return cast("tuple[torch.Tensor, torch.Tensor]", pair)
             log_p = self._normalised(logits)
             wide = log_p if gradient else log_p.detach()
@@ -125,11 +128,14 @@ def by_kernels(logits: torch.Tensor) -> bool:
 
 
 class LogProbs(torch.autograd.Function):
-    """(log-probs [n], entropy [n] or [0]) of targets [n], from logits [n, V]."""
+    """(log-probs [n], entropy [n] or [0]) of targets [n], from logits [n, V].
+
+    Log-probs [n] that are given are the result; their gradient is that of the kernels' own.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool,
-                gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+                gradient: bool, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         from miles_local.logits import score
 
         log_probs, spread, normaliser = score(logits, targets, temperature, entropy)
@@ -138,7 +144,7 @@ class LogProbs(torch.autograd.Function):
         ctx.temperature, ctx.gradient = temperature, entropy and gradient
         if not ctx.gradient:
             ctx.mark_non_differentiable(wide)
-        return log_probs, wide
+        return log_probs if given is None else given.clone(), wide
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -147,4 +153,4 @@ class LogProbs(torch.autograd.Function):
         logits, targets, normaliser, wide = ctx.saved_tensors
         of_entropy = gradients[1] if ctx.gradient else None  # the head may have kept its result: a copy is written over
         made = differentiate(logits.clone(), targets, normaliser, wide, gradients[0], of_entropy, ctx.temperature)
-        return made, None, None, None, None
+        return made, None, None, None, None, None

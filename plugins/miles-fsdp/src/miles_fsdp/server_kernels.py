@@ -7,10 +7,12 @@ those of torch's flash attention.
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 
 from miles_core.errors import ConfigError
 from miles_fsdp.attention import Boundaries, flash
@@ -40,6 +42,43 @@ def tables(model: torch.nn.Module, device: torch.device) -> None:
                 fresh = type(module)(cast("Any", module).config)
             for name, frequencies in fresh.named_buffers(recurse=False):
                 module._buffers[name] = frequencies
+
+
+class Product(torch.autograd.Function):
+    """A linear layer by whatever computes products here; gradients by cuBLAS, which the servers' products stand in for.
+
+    Rows of other samples may change a gradient's bits, as they do in every trainer: the policy that servers sample from
+    is the one that a step starts with.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[..., in], [out, in], [out] -> [..., out]."""
+        ctx.save_for_backward(rows, weight)
+        return F.linear(rows, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows, weight), (for_rows, for_weight, for_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        flowing, inputs = gradients[0].flatten(0, -2), rows.flatten(0, -2)
+        return (_by_cublas(flowing, weight).view_as(rows) if for_rows else None,
+                _by_cublas(flowing.t(), inputs) if for_weight else None, flowing.sum(0) if for_bias else None)
+
+
+def _by_cublas(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """[m, k] @ [k, n] as a batch of one: `begin` leaves bmm alone, and puts Triton's kernels in the place of mm."""
+    return torch.bmm(one[None], other[None])[0]
+
+
+def products(model: torch.nn.Module) -> None:
+    """Have the gradients of a model's linear layers computed by cuBLAS, which takes half the time."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            cast("Any", module).forward = functools.partial(_linear, module)
+
+
+def _linear(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", cast("Any", Product).apply(rows, module.weight, module.bias))
 
 
 class PrefillAttention(torch.autograd.Function):

@@ -220,6 +220,8 @@ class FsdpTrainer:
         for batch, log_probs in filled:
             columns.put(batch, {"log_probs": log_probs})
         columns.scatter(taken, self.ranks)
+        if unscored and self.config.algorithm.true_on_policy_mode:
+            check_equal(taken, SUSPECT)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         # Ranks that share rows have all of them worked out the same.
         mine = dict(shares) if self.ranks.context.index == 0 else {}

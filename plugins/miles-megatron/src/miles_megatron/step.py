@@ -287,6 +287,8 @@ class MegatronTrainer:
         objective.check_finite()
         if scores is not None:
             scores.scatter()
+            if self.config.algorithm.true_on_policy_mode:
+                check_equal(taken, SUSPECT)
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):

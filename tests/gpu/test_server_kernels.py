@@ -1,0 +1,90 @@
+"""What servers compute under --true-on-policy-mode in other kernels or blocks: the same bits, and in how long.
+
+    PYTHONPATH=SITE python -m pytest tests/gpu/test_server_kernels.py -s
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SERVER = Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension/on_policy"
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.integration,
+              pytest.mark.full]
+PRODUCTS = [(1024, 1024), (1024, 2048), (2048, 1024), (1024, 3072), (3072, 1024), (4096, 12288), (2048, 6144),
+            (6144, 2048), (1000, 520), (1024, 151936)]
+"""Depth and columns."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The plugin of SGLang's, as a server of the mode has it."""
+    pytest.importorskip("sglang")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(SERVER)])
+    import miles_on_policy
+
+    return miles_on_policy
+
+
+def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+def microseconds(call, times: int = 20) -> float:
+    """Of one call among many in a CUDA graph, as servers decode."""
+    call()
+    torch.cuda.synchronize()
+    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times * 1e3
+
+
+@pytest.mark.parametrize(("depth", "columns"), PRODUCTS)
+def test_products_of_other_blocks_are_the_same_bits(server, depth, columns):
+    from sglang.srt.batch_invariant_ops.batch_invariant_ops import _matmul_persistent_triton as theirs
+
+    weight, bias = drawn(columns, depth, scale=0.05).t(), drawn(columns) if columns == 2048 else None
+    for rows in (1, 7, 64, 65, 200, 512):
+        given = drawn(rows, depth)
+        assert torch.equal(theirs(given, weight, bias), server.product(theirs, given, weight, bias))
+    given = drawn(64, depth)
+    print(f"64 rows, {depth} -> {columns}: {microseconds(lambda: theirs(given, weight, bias)):.1f} us, "
+          f"{microseconds(lambda: server.product(theirs, given, weight, bias)):.1f} with other blocks, "
+          f"{microseconds(lambda: torch.bmm(given[None], weight[None])):.1f} by cuBLAS")
+
+
+@pytest.mark.parametrize(("length", "size"), [(64, 128), (1, 128), (5, 64), (3000, 128)])
+def test_a_rope_in_one_kernel_is_the_same_bits(server, length, size):
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    q, k = (drawn(1, length, heads, size, scale=3).transpose(1, 2) for heads in (16, 8))
+    angles = torch.rand(1, length, size // 2, device="cuda").mul(6).repeat(1, 1, 2)
+    tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+    for ours, theirs in zip(server.rope(None, q, k, *tables), apply_rotary_pos_emb(q, k, *tables), strict=True):
+        assert torch.equal(ours, theirs)
+    print(f"rope of {length} tokens: {microseconds(lambda: apply_rotary_pos_emb(q, k, *tables)):.1f} us, "
+          f"{microseconds(lambda: server.rope(None, q, k, *tables)):.1f} in one kernel")
+
+
+@pytest.mark.parametrize("batch", [1, 64, 256])
+def test_a_token_that_decodes_attends_with_the_bits_of_prefill(server, batch):
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+
+    lengths = torch.randint(1, 1030, (batch,)).tolist()
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    total, last = sum(lengths), offsets[1:] - 1
+    q, k, v = (drawn(total, heads, 128) for heads in (16, 8, 8))
+    places, packed = torch.arange(total, device="cuda"), torch.empty_like(q)
+    extend_attention_fwd_unified(q, packed, k, v, 1.0, 1.0, offsets, offsets, places, torch.zeros_like(last),
+                                 max(lengths), sm_scale=128**-0.5)
+    assert torch.equal(server.attend(q[last], k, v, offsets, places, 128**-0.5), packed[last])
