@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from miles_fsdp import server_kernels
+from miles_fsdp.lean import keep_less
 from miles_testing import tiny_checkpoint
 from miles_testing.tiny import run_file
 
@@ -100,3 +101,21 @@ def test_gradients_of_products_leave_out_what_is_frozen():
     layer.weight.requires_grad_(False)
     layer(torch.ones(4, 3)).sum().backward()
     assert layer.weight.grad is None and layer.bias.grad.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_forward_that_is_differentiated_has_the_bits_of_one_that_is_not(kind):
+    """A rollout's only step compares its own log-probs with the servers'."""
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(
+        kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64), dtype=torch.bfloat16)
+    assert keep_less(model)
+    server_kernels.products(model)
+    tokens = torch.arange(17)[None]
+    with torch.no_grad():
+        scored = model(tokens, use_cache=False).last_hidden_state
+    stepped = model(tokens, use_cache=False).last_hidden_state
+    assert stepped.requires_grad and torch.equal(scored, stepped)
