@@ -39,7 +39,7 @@ class SamplingParams:
         max_new_tokens: upper bound on response tokens.
         stop: strings that end a response once they appear in its text; they stay in it.
         stop_token_ids: ids that end a response, beside the tokenizer's end-of-sequence id; they stay in it.
-        ignore_eos: go on after the end-of-sequence id (benchmarks with forced lengths).
+        ignore_eos: go on after the end-of-sequence id and `stop_token_ids` (benchmarks with forced lengths).
         min_new_tokens: stop ids are not drawn before this many tokens.
     """
 
