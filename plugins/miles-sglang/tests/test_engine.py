@@ -119,8 +119,21 @@ def test_in_place_versions_are_those_before_each_piece(engine_over, ask):
 
     response, (requests, running), body = over(engine_over, work, mode="in_place")
     check(response, 60)
-    assert len(requests) == running == 1 and body["stream"] and body["extra_key"] == "1"
+    assert len(requests) == running == 1 and body["stream"] and body["extra_key"].endswith("/1")
     assert set(response.versions) == {1, 2} and (np.diff(response.versions) >= 0).all()
+
+
+def test_in_place_shares_no_prefix_with_another_run_nor_with_what_other_weights_computed(engine_over, ask):
+    """Versions have the same numbers in every run, and a server's cache may be older than the run."""
+    async def work(engine, wire):
+        await sync(engine, 1)
+        await engine.generate(ask("a", 1))
+        wire.plan.append({"weight_version": "0"})  # somebody else's weights: asked again
+        await engine.generate(ask("b", 1))
+        return [body["extra_key"] for body in wire.requests]
+
+    first, second = (over(engine_over, work, mode="in_place") for _ in range(2))
+    assert first[0] == first[1] != first[2] and not set(first) & set(second)
 
 
 def test_a_stop_or_a_length_that_an_abort_hides_is_seen(ask):
