@@ -113,8 +113,9 @@ async def _ends(engine: Engine, weights: Callable[..., Any], vocabulary: int) ->
     for tokens in (1, 6):
         one = request(8, vocabulary, tokens, ignore_eos=False, stop_token_ids=tuple(range(vocabulary)))
         answer = await engine.generate(one)
-        got = answer.finish_reason, len(answer.output_ids)
-        assert got == ("stop", 1), f"at an end that is the first of {tokens} tokens it draws {got[1]} and says {got[0]!r}"
+        drawn, reason = len(answer.output_ids), answer.finish_reason
+        assert (drawn, reason) == (1, "stop"), (
+            f"at an end that is the first of {tokens} tokens it draws {drawn} and says {reason!r}")
         passing = replace(one, sampling=replace(one.sampling, ignore_eos=True))
         drawn = len((await engine.generate(passing)).output_ids)
         assert drawn == tokens, f"it ends at a stop id after {drawn} of {tokens} tokens although ignore_eos is given"
