@@ -89,7 +89,7 @@ class Response:
         output_ids: [N] int32, final: never tokenised again.
         log_probs: [N] float32 of each drawn token.
         versions: [N] int32, weight version that each token was drawn from.
-        finish_reason: "stop", "length" or "abort" (what was generated until then is returned).
+        finish_reason: "stop" where its end is one, at the limit too; "length"; "abort" with what was drawn until then.
         extra: what `want` asked for, e.g. "routed_experts": [P+N-1, layers, topk], integers; where a server computed
             some of it again after the token was drawn, "computed_again": [P+N-1] int8, 1, or 2 by newer weights.
         figures: numbers about the call by metric name, e.g. "spec_accept_rate"; the rollout reports their means.
