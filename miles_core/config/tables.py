@@ -91,7 +91,7 @@ class Rollout:
     rollout_top_k: int = option(-1, "Top-k sampling; -1 is off.")
     rollout_max_response_len: int = option(1024, "Maximum number of response tokens.", within=(1,))
     rollout_min_new_tokens: int = option(0, "Stop tokens are not drawn before this many tokens.")
-    rollout_ignore_eos: bool = option(False, "Continue after end-of-sequence; for benchmarks.")
+    rollout_ignore_eos: bool = option(False, "Continue after end-of-sequence and stop ids; for benchmarks.")
     rollout_max_prompt_len: int | None = option(None, "Drop longer prompts; default: what the context allows.")
     rollout_max_context_len: int | None = option(None, "Prompt and response together; default: the model's.")
     rollout_stop: list[str] = option([], "Strings that end a response.")

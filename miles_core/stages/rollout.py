@@ -39,7 +39,7 @@ class SamplingParams:
         max_new_tokens: upper bound on response tokens.
         stop: strings that end a response once they appear in its text; they stay in it.
         stop_token_ids: ids that end a response, beside the tokenizer's end-of-sequence id; they stay in it.
-        ignore_eos: go on after the end-of-sequence id (benchmarks with forced lengths).
+        ignore_eos: go on after the end-of-sequence id and `stop_token_ids` (benchmarks with forced lengths).
         min_new_tokens: stop ids are not drawn before this many tokens.
     """
 
@@ -89,7 +89,7 @@ class Response:
         output_ids: [N] int32, final: never tokenised again.
         log_probs: [N] float32 of each drawn token.
         versions: [N] int32, weight version that each token was drawn from.
-        finish_reason: "stop", "length" or "abort" (what was generated until then is returned).
+        finish_reason: "stop" where its end is one, at the limit too; "length"; "abort" with what was drawn until then.
         extra: what `want` asked for, e.g. "routed_experts": [P+N-1, layers, topk], integers; where a server computed
             some of it again after the token was drawn, "computed_again": [P+N-1] int8, 1, or 2 by newer weights.
         figures: numbers about the call by metric name, e.g. "spec_accept_rate"; the rollout reports their means.

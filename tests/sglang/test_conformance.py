@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -153,6 +154,20 @@ def test_in_place_keeps_requests_in_the_server_and_versions_never_run_ahead(besi
         same = np.abs(response.log_probs - old) < 1e-4
         changed = int(np.argmin(same))  # the first token that the old weights did not draw
         assert changed <= cut and same[:changed].all()
+
+
+def test_in_place_prefixes_that_an_earlier_run_left_are_not_shared(beside, models):
+    """Its versions have the same numbers, and a server that runs already keeps its cache."""
+    prompt = tuple(range(200))
+
+    async def answers(engine):
+        return await asyncio.gather(*(engine.generate(replace(ask(i, 4), input_ids=prompt)) for i in range(2)))
+
+    for model in ("old", "new"):
+        engine = beside(mode="in_place")
+        for response in asyncio.run(used(engine, lambda engine=engine: answers(engine), models, model=model)):
+            right = reference(models[model], [*prompt, *response.output_ids.tolist()])[len(prompt) - 1:]
+            assert np.abs(response.log_probs - right).max() < 1e-4
 
 
 def test_abort_returns_what_was_drawn(beside, models):

@@ -255,14 +255,14 @@ def test_admission_is_first_come_first_served(models):
 
 
 def test_stop_ids_eos_and_min_new_tokens(models, build, tmp_path):
-    """Stop ids stay in, min_new_tokens delays them, ignore_eos lets eos pass; generation_config may list several."""
+    """Stop ids stay in, min_new_tokens delays all ends, ignore_eos passes them; generation_config may list several."""
     build("dense", tmp_path, eos_token_id=[3, 4])
     everything = tuple(range(2, VOCAB))  # only 0, 1 do not stop
     asked = [
         request(1, max_new_tokens=30, stop_token_ids=everything),
         request(2, max_new_tokens=30, stop_token_ids=everything, min_new_tokens=6),
         request(3, max_new_tokens=300),
-        request(4, max_new_tokens=300, ignore_eos=True),
+        request(4, max_new_tokens=300, ignore_eos=True, stop_token_ids=(5,)),
     ]
     stop, late, eos, on = session(together(asked), tmp_path)
     assert stop.finish_reason == late.finish_reason == eos.finish_reason == "stop"
@@ -270,7 +270,7 @@ def test_stop_ids_eos_and_min_new_tokens(models, build, tmp_path):
     assert eos.output_ids[-1] in (3, 4)
     assert not set(eos.output_ids[:-1]) & {3, 4}
     assert on.finish_reason == "length"
-    assert set(on.output_ids) & {3, 4}
+    assert {5} < set(on.output_ids) and set(on.output_ids) & {3, 4}
 
 
 def test_stop_strings_end_a_response_and_stay_in_its_text(models, tokenizer):

@@ -119,8 +119,21 @@ def test_in_place_versions_are_those_before_each_piece(engine_over, ask):
 
     response, (requests, running), body = over(engine_over, work, mode="in_place")
     check(response, 60)
-    assert len(requests) == running == 1 and body["stream"] and body["extra_key"] == "1"
+    assert len(requests) == running == 1 and body["stream"] and body["extra_key"].endswith("/1")
     assert set(response.versions) == {1, 2} and (np.diff(response.versions) >= 0).all()
+
+
+def test_in_place_shares_no_prefix_with_another_run_nor_with_what_other_weights_computed(engine_over, ask):
+    """Versions have the same numbers in every run, and a server's cache may be older than the run."""
+    async def work(engine, wire):
+        await sync(engine, 1)
+        await engine.generate(ask("a", 1))
+        wire.plan.append({"weight_version": "0"})  # somebody else's weights: asked again
+        await engine.generate(ask("b", 1))
+        return [body["extra_key"] for body in wire.requests]
+
+    first, second = (over(engine_over, work, mode="in_place") for _ in range(2))
+    assert first[0] == first[1] != first[2] and not set(first) & set(second)
 
 
 def test_a_stop_or_a_length_that_an_abort_hides_is_seen(ask):
@@ -143,6 +156,35 @@ def test_a_stop_or_a_length_that_an_abort_hides_is_seen(ask):
     assert ended(ask("a", 9, stop=("12",)), [1, 2]) == "stop"
     assert ended(ask("a", 9, prompt=(1,) * 195), [1]) == "length"  # the server takes no longer input
     assert ended(ask("a", 9), []) is None
+
+
+@pytest.mark.parametrize(("sampling", "reason"), [
+    ({}, "stop"), ({"stop_token_ids": (3,)}, "stop"), ({"stop": ("23",)}, "stop"), ({"ignore_eos": True}, "length"),
+    ({"ignore_eos": True, "stop_token_ids": (3,)}, "length"), ({"stop": ("12",), "ignore_eos": True}, "stop"),
+])
+def test_an_end_at_the_limit_is_a_stop_as_it_is_anywhere_else(ask, sampling, reason):
+    """SGLang looks for the length before it looks at the token, and the answer would count as truncated."""
+    from miles_sglang.client import Answer
+    from miles_sglang.in_flight import InFlightRequest, ModelFacts
+
+    ids = [1, 2, 3 if "stop_token_ids" in sampling or "stop" in sampling else 98]
+    facts = ModelFacts(vocab=100, stops=frozenset({98}), layers=1, topk=1, context=200, longest=195)
+    inflight = InFlightRequest(ask("a", 3, **sampling), 0, facts,
+                               lambda ids, skip: "".join(chr(48 + token) for token in ids))
+    inflight.take([Answer(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "length", "1")], [1])
+    response = inflight.response()
+    assert response.finish_reason == reason and response.output_ids.tolist() == ids
+
+
+def test_no_end_is_drawn_before_min_new_tokens(ask):
+    """SGLang holds back the tokenizer's own end and those that it is told; config.json may name further ones."""
+    from miles_sglang.in_flight import InFlightRequest, ModelFacts
+
+    facts = ModelFacts(vocab=100, stops=frozenset({97, 98}), layers=1, topk=1, context=200, longest=195)
+    for least, told in ((0, [3]), (2, [3, 97, 98])):
+        request = ask("a", 4, min_new_tokens=least, stop_token_ids=(3,))
+        body = InFlightRequest(request, 0, facts, lambda ids, skip: "").body()
+        assert body["sampling_params"]["stop_token_ids"] == told
 
 
 def test_a_stop_string_across_two_calls_ends_the_response_there(ask):
@@ -222,7 +264,8 @@ def test_what_drafts_add_after_the_end_is_cut(ask, ids, reason, sampling, end):
     response = inflight.response()
     assert response.output_ids.tolist() == response.log_probs.tolist() == ids[:end]
     assert len(response.versions) == end and len(response.extra["routed_experts"]) == 3 + end - 1
-    assert response.finish_reason == ("stop" if end < len(ids) else "length")
+    stopped = end < len(ids) or ids[-1] == 98 and "ignore_eos" not in sampling
+    assert response.finish_reason == ("stop" if stopped else "length")
 
 
 def with_images(request):

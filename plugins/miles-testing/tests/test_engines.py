@@ -41,17 +41,21 @@ class Small:
     async def generate(self, request):
         check_request(request, VOCABULARY, experts=False, engine="the small engine")
         self.flying.add(request.id)
-        drawn, most = [], request.sampling.max_new_tokens
-        while len(drawn) < most and request.id not in self.ended:
+        drawn, most, stopped = [], request.sampling.max_new_tokens, False
+        while len(drawn) < most and request.id not in self.ended and not stopped:
             if not self.paused:
                 draw = np.random.default_rng(self.seed(request, len(drawn)))
                 drawn.append((draw.integers(VOCABULARY), -draw.exponential(), self.version))
+                stopped = drawn[-1][0] in self.ends(request.sampling)
             await asyncio.sleep(0.001)
         self.flying.discard(request.id)
         self.ended.discard(request.id)
         ids, log_probs, versions = np.array(drawn).reshape(-1, 3).T
         return Response(ids.astype(np.int32), log_probs.astype(np.float32), versions.astype(np.int32),
-                        "length" if len(drawn) == most else "abort")
+                        "stop" if stopped else "length" if len(drawn) == most else "abort")
+
+    def ends(self, sampling):
+        return () if sampling.ignore_eos else sampling.stop_token_ids
 
     def seed(self, request, place):
         key = request.key if request.sampling.temperature else 0
@@ -118,6 +122,11 @@ class Chatty(Small):
         answer = await super().generate(request)
         return Response(*(np.append(part, part[:1]) for part in (answer.output_ids, answer.log_probs, answer.versions)),
                         answer.finish_reason)
+
+
+class Obedient(Small):
+    def ends(self, sampling):
+        return sampling.stop_token_ids
 
 
 class Heated(Small):
@@ -277,6 +286,9 @@ BROKEN = {
     "at temperature 0 the key matters": Heated,
     "the same request among others gives other tokens or log-probs": Crowded,
     "another key gives the same answer": Keyless,
+    "at an end that is the first of 1 tokens it draws 1 and says 'length'": ending(
+        lambda engine, answer: len(answer.output_ids) == 1, "length"),
+    "ends at a stop id after 1 of 6 tokens although ignore_eos": Obedient,
     "aborted, it ended by 'stop'": ending(lambda engine, answer: answer.finish_reason == "abort"),
     "the abort of one request ended another": EndsAll,
     "contract-0 is of weight versions that the engine did not have": answering(

@@ -228,7 +228,7 @@ class LocalEngine:
             raise EngineError(f"{who} has stop strings and the engine no tokenizer",
                               code="stop-strings-without-tokenizer", got=sampling.stop,
                               fix="give the engine a tokenizer, or use stop_token_ids")
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
+        stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._eos}
         watch = StopStrings.of(request, self._tokenizer) if sampling.stop else None
         seq = SequenceState(
             order=next(self._orders), request=request, watch=watch,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +71,7 @@ class SglangEngine:
         self._open, self._released = True, set()
         self._mode: PauseMode = "retract"
         self._streams = rollout.pause_generation_mode == "in_place"
+        self._caches = uuid.uuid4().hex  # a server that runs already may have caches of another run's version 1
         self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
         self._control = asyncio.Lock()
@@ -320,7 +322,8 @@ class SglangEngine:
         sent = version = self.version
         versions = []
         # Caches are shared among equal keys: a prefix computed by older weights is not shared with later requests.
-        body = {**inflight.body(cache_key=str(sent)), "stream": True} if self._streams else inflight.body()
+        key = f"{self._caches}/{sent}" if self._streams else None
+        body = inflight.body(key) | ({"stream": True} if self._streams else {})
         answers = await self._readers.pieces(Call(client.url, client.name, orjson.dumps(body), self._streams,
                                                   inflight.request.sampling.skip_special_tokens), client)
         for piece in answers:
@@ -334,6 +337,7 @@ class SglangEngine:
             return 0
         if answer.version.isdecimal() and oldest <= int(answer.version) <= (newest or int(answer.version)):
             return int(answer.version)
+        self._caches = uuid.uuid4().hex  # what it has cached is of those weights
         self._background.spawn(self._pool.recheck())
         raise Failed(f"an answer from weights of version {answer.version!r} where {oldest} was expected")
 

@@ -114,13 +114,15 @@ class InFlightRequest:
         The id is new for each call and never the beginning of another: SGLang aborts all that begin with it.
         """
         sampling, drawn = self.request.sampling, len(self.ids)
+        least, stops = max(0, sampling.min_new_tokens - drawn), set(sampling.stop_token_ids)
+        if least:  # of the ends that it knows itself SGLang holds back the tokenizer's alone
+            stops |= self._facts.stops
         self.rid = f"{uuid.uuid4().hex}-{self.request.id}"
         params = {
             "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
             "max_new_tokens": min(sampling.max_new_tokens, self._facts.context - len(self.request.input_ids)) - drawn,
-            "min_new_tokens": max(0, sampling.min_new_tokens - drawn),
-            "stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids),
+            "min_new_tokens": least, "stop": list(sampling.stop), "stop_token_ids": sorted(stops),
             "ignore_eos": sampling.ignore_eos, "skip_special_tokens": sampling.skip_special_tokens,
             "no_stop_trim": True, "spaces_between_special_tokens": False,
         }  # fmt: skip
@@ -204,16 +206,14 @@ class InFlightRequest:
         return flat.reshape(-1, *shape)[:rows]
 
     def _ended(self, reason: str | None, new: int) -> str | None:
-        """How the request ended, None when it has to go on. An aborted call hides a stop or a length among its last
-        tokens, as SGLang looks for the abort first."""
-        sampling = self.request.sampling
-        if reason != "abort":
+        """How the request ended, None when it has to go on. An end among the last tokens of a call is a stop, whatever
+        else is true of them: SGLang looks for the abort first, then for the length, and hides it behind either."""
+        if reason not in ("abort", "length"):
             return reason
-        if self._first_stop(len(self.ids) - new) is not None:
+        if self._first_stop(len(self.ids) - new) is not None or new and self._stopped():
             return "stop"
-        if new and self._stopped():
-            return "stop"
-        if len(self.ids) >= sampling.max_new_tokens or self._length > self._facts.longest:
+        full = len(self.ids) >= self.request.sampling.max_new_tokens or self._length > self._facts.longest
+        if full or reason == "length":
             return "length"
         return "abort" if self.aborted else None
 

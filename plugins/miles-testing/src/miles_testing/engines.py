@@ -43,7 +43,7 @@ def engine_contract(make: Callable[[], Engine], weights: Callable[[int], Iterabl
     Raises:
         AssertionError, EngineError: names the property.
     """
-    checks = [_answers, _aborts, _pauses, _updates, _refuses, _stops]
+    checks = [_answers, _ends, _aborts, _pauses, _updates, _refuses, _stops]
     for check in [*checks, _repeats] if exact else checks:
         asyncio.run(_within(check, make(), weights, vocabulary))
 
@@ -106,6 +106,19 @@ async def _answers(engine: Engine, weights: Callable[..., Any], vocabulary: int)
     greedy = [request(0, vocabulary, temperature=0.0), replace(request(0, vocabulary, temperature=0.0), id="b", key=9)]
     first, second = [await engine.generate(each) for each in greedy]
     assert first.output_ids.tolist() == second.output_ids.tolist(), "at temperature 0 the key matters"
+
+
+async def _ends(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
+    """An end that is drawn is a stop, also where no further token was to be drawn; `ignore_eos` passes all of them."""
+    for tokens in (1, 6):
+        one = request(8, vocabulary, tokens, ignore_eos=False, stop_token_ids=tuple(range(vocabulary)))
+        answer = await engine.generate(one)
+        drawn, reason = len(answer.output_ids), answer.finish_reason
+        assert (drawn, reason) == (1, "stop"), (
+            f"at an end that is the first of {tokens} tokens it draws {drawn} and says {reason!r}")
+        passing = replace(one, sampling=replace(one.sampling, ignore_eos=True))
+        drawn = len((await engine.generate(passing)).output_ids)
+        assert drawn == tokens, f"it ends at a stop id after {drawn} of {tokens} tokens although ignore_eos is given"
 
 
 async def _repeats(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:

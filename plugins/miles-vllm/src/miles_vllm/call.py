@@ -50,7 +50,8 @@ class Call:
             "temperature": params.temperature, "top_p": params.top_p, "top_k": max(0, params.top_k),
             "max_tokens": min(params.max_new_tokens, self._room) - drawn, "logprobs": 0,
             "min_tokens": max(0, params.min_new_tokens - drawn), "ignore_eos": params.ignore_eos,
-            "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids), "detokenize": bool(params.stop),
+            "stop": list(params.stop), "detokenize": bool(params.stop),
+            "stop_token_ids": [] if params.ignore_eos else list(params.stop_token_ids),
             "skip_special_tokens": params.skip_special_tokens, "spaces_between_special_tokens": False,
             "seed": rng.key(request.key, "vllm", drawn) & (2**62 - 1),
         }

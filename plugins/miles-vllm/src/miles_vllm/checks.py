@@ -62,7 +62,7 @@ def check_servers(config: RunConfig, options: VllmOptions) -> RunConfig:
                               got=f"{what} of {name}", code="vllm-log-probs-inexact",
                               who=who(config, *(f"{table}_{key}" for key in CUTS)),
                               fix="sample at temperature 1, or leave top_p, top_k and min_new_tokens out of rollout "
-                                  "and evaluation; --engine sglang has no such limit")
+                                  "and evaluation; --engine sglang cuts exactly by top_p and top_k at any temperature")
     return config
 
 

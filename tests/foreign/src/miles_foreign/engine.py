@@ -222,8 +222,8 @@ class HfEngine:
         return "length" if self._room(flight) < 1 else None
 
     def _stops(self, request: Request) -> set[int]:
-        eos = self._tokenizer.eos_token_id
-        return {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos or eos is None else (eos,))}
+        ids = {self._tokenizer.eos_token_id, *request.sampling.stop_token_ids} - {None}
+        return set() if request.sampling.ignore_eos else ids
 
     def _room(self, flight: InFlight) -> int:
         """Tokens that it may still draw."""
