@@ -120,6 +120,31 @@ def test_merging_refuses_what_does_not_belong_together(checkpoint, adapter, conv
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{"target_modules": ["q_proj", "embed_tokens"]}, {"lora_bias": True}, {"trained": 1},
+                                  {"target_modules": ["q_proj", "lm_head"]}])
+def test_what_peft_keeps_beside_adapters_of_layers_is_merged_or_refused(checkpoint, convert, tmp_path, more):
+    """An output layer's adapter is one of a layer, and the embedding that PEFT puts beside it is the base's."""
+    import peft as lib
+    from transformers import AutoModelForCausalLM
+
+    trained = more.pop("trained", 0)
+    kind = {"target_modules": ["q_proj"], "r": 4, "lora_alpha": 12, "init_lora_weights": False} | more
+    model = lib.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint()), lib.LoraConfig(**kind)).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(trained)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=bool(trained) or "auto")
+    words = ("merge-lora", checkpoint(), tmp_path / "out", "--lora-adapter-path", tmp_path / "adapter")
+    if "lm_head" in kind["target_modules"]:
+        convert(*words)
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert (logits(whole) - logits(model)).abs().max() < 1e-4
+        return
+    with pytest.raises(CheckpointError) as raised:
+        convert(*words)
+    assert raised.value.code in ("lora-tensors-beside", "peft-kind-unsupported") and not (tmp_path / "out").exists()
+
+
 def test_adapters_to_begin_with_have_to_fit(adapter, tmp_path):
     with pytest.raises(CheckpointError, match="they have --lora-rank 4, the run 8"):
         peft.check(adapter(), peft.Shape(8, 12))

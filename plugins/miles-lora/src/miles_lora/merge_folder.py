@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,14 +11,14 @@ from miles_megatron.convert import architecture
 from miles_megatron.disk_names import changed as in_place_of
 from miles_megatron.disk_names import places
 from miles_megatron.readers import Readers
-from miles_megatron.shards import tensor_files
+from miles_megatron.shards import few, tensor_files
 from miles_megatron.specs import WeightMap
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError
 from miles_lora import peft
 from miles_lora.merging import merge
-from miles_lora.targets import adapter_of, names_of
+from miles_lora.targets import PEFT, adapter_of, names_of
 
 _AS_NAMED = WeightMap(rules=(), heads=0, groups=0, head_dim=0)
 """Of files that have a tensor for each adapter, by its name; others keep all experts in one, or call them otherwise."""
@@ -31,7 +32,8 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
         alpha: of these; a PEFT directory says its own.
 
     Raises:
-        CheckpointError: no adapters, adapters of weights that the base does not have, or a base that is not plain.
+        CheckpointError: no adapters, adapters of weights that the base does not have, more than adapters of linear
+            layers, or a base that is not plain.
         OwnerError: no plugin knows where this architecture keeps the weights, whose names are not those of the files.
     """
     base = tensor_files(source)
@@ -51,6 +53,11 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
                               fix="use the base model that they were trained on", code="lora-adapters-of-other-model")
     shape = None if adapters is None else peft.read(adapters)
     with Readers(files) as read:
+        if more := [name for name in sorted(files.keys() - base.keys()) if adapter_of(name) is None
+                    and not _of_base(name, base, read)]:
+            raise CheckpointError("beside adapters of layers there are tensors that cannot be merged", got=few(more),
+                                  who=str(adapters), code="lora-tensors-beside", fix="merge with PEFT's "
+                                  "merge_and_unload, or train without embeddings, biases and modules_to_save")
 
         def with_adapter(name: str, weight: torch.Tensor) -> torch.Tensor:
             if name not in changed:
@@ -60,3 +67,9 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
 
         export_hf(out, source, in_place_of(((name, read.tensor(name)) for name in names), weight_map, with_adapter))
     return f"{len(changed)} weights merged"
+
+
+def _of_base(name: str, base: Mapping[str, Path], read: Readers) -> bool:
+    """Whether it is a weight as the base has it, which PEFT puts beside an output layer's adapter."""
+    weight = name.removeprefix(PEFT).replace(".base_layer.", ".")
+    return weight in base and torch.equal(read.tensor(name), read.tensor(weight))
