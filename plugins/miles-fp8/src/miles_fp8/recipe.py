@@ -19,16 +19,19 @@ READ = (*SCALES, "scale")
 """The same of files that others wrote; the last is DeepSeek-V4's."""
 SCALE_OF_SCALES = "weight_scale_2"
 """That of the one which NVFP4 has beside."""
+OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+"""Ends of the names of scales that say nothing of weights."""
 
 _LINEAR = re.compile(
-    r"(?:^|\.)(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
+    r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.)(?:.*\.)?(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
     r"[qkvo]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"  # attention, dense MLPs, experts
     r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"  # latent attention and its indexer
     r"|in_proj_qkvz?|in_proj_z|out_proj"  # linear attention
     r")\.weight$"
 )
 """Weights that FP8 checkpoints hold in FP8: the linear layers of decoder and multi-token-prediction layers. Norms,
-embeddings, routers, gates of shared experts, the output layer and biases are none of them."""
+embeddings, routers, gates of shared experts, the output layer, biases, and towers for images or sound are none of
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,5 +185,9 @@ def _scaled(folder: Path) -> frozenset[str] | None:
 
 
 def plain_modules(names: Collection[str]) -> list[str]:
-    """modules_to_not_convert of a checkpoint: every module with a matrix that stays, which engines look up by name."""
-    return sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    """modules_to_not_convert of a checkpoint: every module with a matrix that stays, which engines look up by name.
+
+    Experts that are one tensor, which is not called a weight, are one module.
+    """
+    modules = {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in names}
+    return sorted(module for module in modules if f"{module}.weight" in names or module.endswith(".experts"))
