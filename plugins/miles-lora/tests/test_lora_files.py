@@ -80,6 +80,9 @@ def test_a_checkpoint_converts_to_a_directory_that_merges_and_loads(checkpoint, 
     one.train(plan(checkpoint(kind), *flags), batches(1, vocab=264), save=tmp_path / "kept")
     convert("dist-to-hf", tmp_path / "kept", tmp_path / "both", "--hf-checkpoint", checkpoint(kind), "--plugin", "lora",
             "--option", "lora.lora_rank=4")
+    with pytest.raises(ConfigError) as raised:
+        convert("merge-lora", tmp_path / "both", tmp_path / "whole")
+    assert raised.value.code == "lora-alpha-missing"
     convert("merge-lora", tmp_path / "both", tmp_path / "whole", "--lora-alpha", 12)
     expected = load_file(merged(kind) / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")

@@ -150,9 +150,10 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
     if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
         left: Any = quantization.get("ignore") or ()
         return Held(FOUR_BITS, NVFP4, tuple(left), _scaled(folder))
-    if method not in ("fp8", "mxfp8"):
+    if method not in ("fp8", "mxfp8", "modelopt"):
         return None
-    known = {"activation_scheme": (None, "dynamic"), "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
+    known = {"quant_method": ("fp8", "mxfp8"), "quant_algo": (None,), "activation_scheme": (None, "dynamic"),
+             "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
     wrong = {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}
     if wrong:
         raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
