@@ -204,6 +204,16 @@ def test_experts_in_one_tensor_stay_and_are_said_to(folder, tmp_path):
     assert "model.layers.0.mlp" not in said["modules_to_not_convert"]
 
 
+def test_modules_to_keep_have_to_be_there(folder, tmp_path):
+    words = ["hf-to-fp8", str(folder), str(tmp_path / "out"), "--keep"]
+    failed = CliRunner().invoke(command, [*words, "self_attn.k_proj", "--keep", "self_attn.kproj"])
+    assert failed.exception.code == "fp8-keep-unknown" and failed.exception.got == "self_attn.kproj"
+    assert CliRunner().invoke(command, [*words, "self_attn.k_proj", "--keep", "layers.1.mlp"]).exit_code == 0
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    quantised_names = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    assert quantised_names == {name for name in filter(linear, model()) if "k_proj" not in name and "1.mlp" not in name}
+
+
 def test_what_is_said_of_activations_stays_behind_with_the_scales(folder, tmp_path):
     """As ModelOpt publishes them: engines would take the plain weights for quantised ones."""
     CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(tmp_path / "fp4"), "--recipe", NVFP4])
