@@ -23,7 +23,7 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterator[Path]:
     """Give a temporary folder to write in and turn it into `target` when the block ends well.
 
-    An existing target is replaced, and is there until its successor is complete on disk.
+    An existing target is replaced, and is there until its successor is complete on disk; a link stays, and is followed.
 
     Args:
         writer: whether this process makes, publishes and clears the folder; other ranks only write into it.
@@ -33,6 +33,7 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
     Raises:
         CheckpointError: from an OSError; what was published before is untouched.
     """
+    target = target.resolve() if target.is_symlink() else target
     temporary = target.parent / f"{TEMPORARY}{target.name}"
     try:
         if writer:
@@ -125,8 +126,7 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 

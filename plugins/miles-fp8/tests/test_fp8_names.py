@@ -40,6 +40,9 @@ LEFT += [L + name for name in (
     "input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.q_a_layernorm.weight", "mlp.gate.weight",
     "mlp.gate.e_score_correction_bias", "mlp.shared_expert_gate.weight", "self_attn.q_proj.bias",
     "linear_attn.in_proj_ba.weight", "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.norm.weight")]
+LEFT += [f"{tower}.{name}.weight" for tower in ("vision_tower.encoder.layers.0", "model.audio_tower.layers.0",
+                                               "vision_model.transformer.layers.0") for name in ("self_attn.q_proj",
+                                                                                                 "mlp.gate_proj")]
 
 
 def test_the_linear_layers_of_decoders_and_nothing_else():
@@ -189,6 +192,57 @@ def test_a_directory_in_fp8_says_what_it_holds(recipe, folder, tmp_path):
     assert [name for name in before if held.quantises(name, before[name].shape)] == list(filter(linear, before))
 
 
+def test_experts_in_one_tensor_stay_and_are_said_to(folder, tmp_path):
+    """Engines would look for their scales otherwise."""
+    stored, experts = load_file(folder / "model.safetensors"), "model.layers.0.mlp.experts."
+    stored |= {f"{experts}gate_up_proj": torch.ones(2, 8, 8), f"{experts}gate_up_proj_bias": torch.ones(2, 8)}
+    save_file(stored, folder / "model.safetensors")
+    done = CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.experts" in said["modules_to_not_convert"]
+    assert "model.layers.0.mlp" not in said["modules_to_not_convert"]
+
+
+def test_modules_to_keep_have_to_be_there(folder, tmp_path):
+    words = ["hf-to-fp8", str(folder), str(tmp_path / "out"), "--keep"]
+    failed = CliRunner().invoke(command, [*words, "self_attn.k_proj", "--keep", "self_attn.kproj"])
+    assert failed.exception.code == "fp8-keep-unknown" and failed.exception.got == "self_attn.kproj"
+    assert CliRunner().invoke(command, [*words, "self_attn.k_proj", "--keep", "layers.1.mlp"]).exit_code == 0
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    quantised_names = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    assert quantised_names == {name for name in filter(linear, model()) if "k_proj" not in name and "1.mlp" not in name}
+
+
+def test_what_is_said_of_activations_stays_behind_with_the_scales(folder, tmp_path):
+    """As ModelOpt publishes them: engines would take the plain weights for quantised ones."""
+    CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(tmp_path / "fp4"), "--recipe", NVFP4])
+    stored = load_file(tmp_path / "fp4" / "model.safetensors")
+    stored |= {name.replace("weight_scale_2", "input_scale"): torch.ones(()) for name in [*stored]
+               if name.endswith("weight_scale_2")}
+    stored["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())
+    save_file(stored, tmp_path / "fp4" / "model.safetensors")
+    (tmp_path / "fp4" / "hf_quant_config.json").write_text("{}")
+    (tmp_path / ".tmp-other").mkdir()
+    done = CliRunner().invoke(command, ["fp8-to-hf", str(tmp_path / "fp4"), str(tmp_path / "back")])
+    assert done.exit_code == 0, done.output
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / ".tmp-other").exists(), "of another conversion, which is under way"
+
+
+def test_scales_that_config_json_does_not_describe_are_refused(folder, tmp_path):
+    """One for each row would be taken for one of all rows, again and again."""
+    CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(tmp_path / "fp8"), "--recipe", "tensorwise"])
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored[f"{name}_scale"] = torch.rand(len(stored[name]), 1)
+    save_file(stored, tmp_path / "fp8" / "model.safetensors")
+    with pytest.raises(CheckpointError) as raised:
+        convert_to_plain(tmp_path / "fp8", tmp_path / "back")
+    assert raised.value.code == "fp8-scales-differ" and not (tmp_path / "back").exists()
+
+
 @pytest.mark.parametrize("recipe", [*RECIPES, NVFP4])
 def test_a_directory_in_fp8_becomes_plain(recipe, folder, tmp_path):
     """Its weights are those that an engine computes with, in the dtype of config.json; the rest keeps its bits."""
@@ -278,7 +332,9 @@ def test_layers_and_modules_can_be_left_and_the_engines_checkpoint_is_followed(f
         of_checkpoint(said, out)
 
 
-@pytest.mark.parametrize(("said", "got"), [({"activation_scheme": "static"}, "static"), ({"fmt": "e5m2"}, "e5m2")])
+@pytest.mark.parametrize(("said", "got"), [
+    ({"activation_scheme": "static"}, "static"), ({"fmt": "e5m2"}, "e5m2"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8")])  # ModelOpt's has scales of activations
 def test_other_kinds_of_fp8_are_refused(said, got, tmp_path):
     with pytest.raises(ConfigError, match=f"does not write .*{got}"):
         of_checkpoint({"quant_method": "fp8", **said}, tmp_path)

@@ -35,6 +35,14 @@ def model(*layers):
 
 
 QWEN = model(DENSE, DENSE)
+TOWERS = {
+    "model.visual.": ["blocks.0.attn.qkv", "merger.linear_fc1", "pos_embed"],
+    "vision_tower.": ["encoder.layers.0.self_attn.q_proj", "encoder.layers.0.mlp.fc1", "head.attention.out_proj"],
+    "multi_modal_projector.": ["linear_1"],
+}
+SEES = [name.replace("model.", "model.language_model.", 1) for name in QWEN] + [
+    f"{tower}{name}.weight" for tower, inside in TOWERS.items() for name in inside]
+FUSED = model([*(f"mlp.experts.{one}" for one in ("gate_up_proj", "down_proj", "down_proj_bias")), "mlp.router.weight"])
 MIXED = model(DENSE, *[EXPERTS + SHARED + ROUTER] * 12)  # as DeepSeek-V3: the first layer is dense
 MINIMAX = model([f"block_sparse_moe.experts.{i}.w{k}.weight" for i in (0, 1) for k in (1, 2, 3)])
 
@@ -48,10 +56,12 @@ def test_what_is_rounded():
     assert names.chosen(QWEN, "auto") == names.chosen(QWEN, "linears") and len(names.chosen(QWEN, "auto")) == 14
     assert not names.chosen(QWEN, "experts")
     assert len(names.chosen(MINIMAX, "auto")) == 6
+    assert len(names.chosen(SEES, "linears")) == 14, "what sees is no decoder"
+    assert not names.chosen(FUSED, "auto") and len(names.chosen(FUSED, "linears")) == 4
 
 
 @pytest.mark.parametrize(("tensors", "targets"), [(QWEN, "linears"), (MIXED, "experts"), (MIXED, "linears"),
-                                                  (MINIMAX, "experts")])
+                                                  (MINIMAX, "experts"), (SEES, "linears"), (FUSED, "linears")])
 def test_the_ignore_list_tells_all_others_from_the_packed_ones(tensors, targets):
     """As compressed-tensors and SGLang match it, also by the names under which an engine fuses projections."""
     packed = names.chosen(tensors, targets)
@@ -67,6 +77,11 @@ def test_the_ignore_list_tells_all_others_from_the_packed_ones(tensors, targets)
         if not name.endswith(".weight") or "norm" in name or "embed" in name:
             continue
         assert ignored(name.removesuffix(".weight")) == (name not in packed), name
+    if tensors is FUSED:
+        assert ignored("model.layers.0.mlp.experts")
+    if tensors is SEES:  # what transformers and engines call the modules
+        assert ignored("model.vision_tower.encoder.layers.0.mlp.fc1") and ignored("visual.blocks.0.attn.qkv")
+        assert not ignored("model.layers.0.mlp.gate_proj")
     for fused, one in (("self_attn.qkv_proj", "self_attn.q_proj"), ("mlp.gate_up_proj", "mlp.gate_proj")):
         if (name := f"{LAYER.format(0)}{one}.weight") in tensors:
             assert ignored(LAYER.format(0) + fused) == (name not in packed)

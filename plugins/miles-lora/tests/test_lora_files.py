@@ -80,6 +80,9 @@ def test_a_checkpoint_converts_to_a_directory_that_merges_and_loads(checkpoint, 
     one.train(plan(checkpoint(kind), *flags), batches(1, vocab=264), save=tmp_path / "kept")
     convert("dist-to-hf", tmp_path / "kept", tmp_path / "both", "--hf-checkpoint", checkpoint(kind), "--plugin", "lora",
             "--option", "lora.lora_rank=4")
+    with pytest.raises(ConfigError) as raised:
+        convert("merge-lora", tmp_path / "both", tmp_path / "whole")
+    assert raised.value.code == "lora-alpha-missing"
     convert("merge-lora", tmp_path / "both", tmp_path / "whole", "--lora-alpha", 12)
     expected = load_file(merged(kind) / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
@@ -118,6 +121,31 @@ def test_merging_refuses_what_does_not_belong_together(checkpoint, adapter, conv
     with pytest.raises(CheckpointError, match="adapters belong to another model"):
         convert("merge-lora", checkpoint("moe"), tmp_path / "out", "--lora-adapter-path", adapter("dense"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{"target_modules": ["q_proj", "embed_tokens"]}, {"lora_bias": True}, {"trained": 1},
+                                  {"target_modules": ["q_proj", "lm_head"]}])
+def test_what_peft_keeps_beside_adapters_of_layers_is_merged_or_refused(checkpoint, convert, tmp_path, more):
+    """An output layer's adapter is one of a layer, and the embedding that PEFT puts beside it is the base's."""
+    import peft as lib
+    from transformers import AutoModelForCausalLM
+
+    trained = more.pop("trained", 0)
+    kind = {"target_modules": ["q_proj"], "r": 4, "lora_alpha": 12, "init_lora_weights": False} | more
+    model = lib.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint()), lib.LoraConfig(**kind)).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(trained)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=bool(trained) or "auto")
+    words = ("merge-lora", checkpoint(), tmp_path / "out", "--lora-adapter-path", tmp_path / "adapter")
+    if "lm_head" in kind["target_modules"]:
+        convert(*words)
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert (logits(whole) - logits(model)).abs().max() < 1e-4
+        return
+    with pytest.raises(CheckpointError) as raised:
+        convert(*words)
+    assert raised.value.code in ("lora-tensors-beside", "peft-kind-unsupported") and not (tmp_path / "out").exists()
 
 
 def test_adapters_to_begin_with_have_to_fit(adapter, tmp_path):

@@ -50,6 +50,7 @@ def rounded(folder, tmp_path):
     save_file(whole, target / "model.safetensors", {"format": "pt"})
     path = target / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (target / "hf_quant_config.json").write_text("{}")  # ModelOpt says it a second time
     return target
 
 
@@ -75,6 +76,7 @@ def test_a_release_becomes_plain_by_conversion(rounded, convert, tmp_path):
             before[name + "_blocks"], before[name + "_scales"])
         assert torch.equal(tensor, wanted), name
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not (tmp_path / "back" / "hf_quant_config.json").exists()
 
 
 @pytest.mark.full

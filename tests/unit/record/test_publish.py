@@ -58,3 +58,16 @@ def test_a_power_cut_while_a_checkpoint_is_saved_again(tmp_path, swaps):
 def test_a_folder_that_cannot_be_swapped_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="one"):
         publish.exchange(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_the_folder_behind_it_is_written(tmp_path, there):
+    """A folder on a larger disk, say, or one that a link only announces."""
+    behind, link = tmp_path / "disk" / "folder", tmp_path / "link"
+    (behind if there else behind.parent).mkdir(parents=True)
+    link.symlink_to(behind)
+    with publish.publish(link) as target:
+        (target / "file").write_text("new")
+    assert link.readlink() == behind and (behind / "file").read_text() == "new"
+    assert sorted(path.name for folder in (tmp_path, behind.parent) for path in folder.iterdir()) == [
+        "disk", "folder", "link"]

@@ -12,10 +12,19 @@ from miles_megatron.readers import Readers
 from miles_megatron.shards import stored_tensors, tensor_files
 from miles_megatron.weights import export_hf
 
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json, reading
 from miles_fp8 import nvfp4
-from miles_fp8.recipe import READ, SCALE_OF_SCALES, Held, of_checkpoint, plain_key, plain_modules
+from miles_fp8.recipe import (
+    OF_ACTIVATIONS,
+    READ,
+    SCALE_OF_SCALES,
+    Held,
+    is_excluded,
+    of_checkpoint,
+    plain_key,
+    plain_modules,
+)
 from miles_fp8.rounding import dequantise
 from miles_fp8.stream import quantised
 
@@ -26,6 +35,7 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
     Raises:
         CheckpointError: a source that is quantised already, that has no linear layers by the names of Hugging Face's
             decoders, or that cannot be read.
+        ConfigError: modules to keep that the source does not have.
     """
     with reading(str(source / "config.json"), CheckpointError):
         config = parse_json((source / "config.json").read_text(encoding="utf-8"))
@@ -42,7 +52,12 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
         raise CheckpointError("no tensor has the name of a linear layer's weight", code="fp8-no-linear-layers",
                               who=str(source), got=f"{len(shapes)} tensors",
                               fix="use a decoder with Hugging Face tensor names")
-    left = plain_modules(set(matrices) - set(taken))
+    if unknown := [one for one in fp8_format.excluded
+                   if not any(is_excluded(name.removesuffix(".weight"), [one]) for name in matrices)]:
+        raise ConfigError("no module has this name, or a name that begins or ends so", code="fp8-keep-unknown",
+                          who="--keep", got=", ".join(unknown), fix="use names of tensors without .weight, such as "
+                          f"{taken[0].removesuffix('.weight')}")
+    left = plain_modules({name for name, shape in shapes.items() if len(shape) in (2, 3)} - set(taken))
     more = {"quantization_config": {**fp8_format.config, plain_key(fp8_format.recipe): left}}
     more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     before = sum(file.stat().st_size for file in files)
@@ -56,7 +71,8 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
 def convert_to_plain(source: Path, out: Path) -> str:
     """Write `source`, with linear layers in FP8, MXFP4 or NVFP4, to `out` without scales; what was written, in words.
 
-    Weights get the dtype that config.json names; every other tensor keeps its own.
+    Scales of activations and of the KV cache stay behind, too. Weights get the dtype that config.json names; every
+    other tensor keeps its own.
 
     Raises:
         CheckpointError: a source that is not in FP8, lacks the scale of a weight, or cannot be read.
@@ -78,7 +94,8 @@ def convert_to_plain(source: Path, out: Path) -> str:
     beside = {scale for several in scales.values() for scale in several}
 
     def tensors(read: Readers) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in sorted(files.keys() - beside, key=lambda name: (files[name], name)):
+        left = (name for name in files.keys() - beside if not name.endswith(OF_ACTIVATIONS))
+        for name in sorted(left, key=lambda name: (files[name], name)):
             tensor = read.tensor(name)
             if name in scales:
                 tensor = _plain(tensor, [read.tensor(scale) for scale in scales[name]], fp8_format).to(dtype)
@@ -115,7 +132,8 @@ def _dtype(source: Path) -> torch.dtype:
     with reading(str(source / "config.json"), CheckpointError):
         keys = parse_json((source / "config.json").read_text(encoding="utf-8"))
         named = (one.get(key) for one in (keys, keys.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
-        return getattr(torch, next((str(name) for name in named if name), "bfloat16"))
+        dtype = getattr(torch, next((str(name) for name in named if name), "bfloat16"))
+        return dtype if dtype.itemsize > 1 else torch.bfloat16  # some name that of the quantised weights
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:

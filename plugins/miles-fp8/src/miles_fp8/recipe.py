@@ -19,16 +19,19 @@ READ = (*SCALES, "scale")
 """The same of files that others wrote; the last is DeepSeek-V4's."""
 SCALE_OF_SCALES = "weight_scale_2"
 """That of the one which NVFP4 has beside."""
+OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+"""Ends of the names of scales that say nothing of weights."""
 
 _LINEAR = re.compile(
-    r"(?:^|\.)(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
+    r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.)(?:.*\.)?(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
     r"[qkvo]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"  # attention, dense MLPs, experts
     r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"  # latent attention and its indexer
     r"|in_proj_qkvz?|in_proj_z|out_proj"  # linear attention
     r")\.weight$"
 )
 """Weights that FP8 checkpoints hold in FP8: the linear layers of decoder and multi-token-prediction layers. Norms,
-embeddings, routers, gates of shared experts, the output layer and biases are none of them."""
+embeddings, routers, gates of shared experts, the output layer, biases, and towers for images or sound are none of
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +150,10 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
     if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
         left: Any = quantization.get("ignore") or ()
         return Held(FOUR_BITS, NVFP4, tuple(left), _scaled(folder))
-    if method not in ("fp8", "mxfp8"):
+    if method not in ("fp8", "mxfp8", "modelopt"):
         return None
-    known = {"activation_scheme": (None, "dynamic"), "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
+    known = {"quant_method": ("fp8", "mxfp8"), "quant_algo": (None,), "activation_scheme": (None, "dynamic"),
+             "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
     wrong = {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}
     if wrong:
         raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
@@ -182,5 +186,9 @@ def _scaled(folder: Path) -> frozenset[str] | None:
 
 
 def plain_modules(names: Collection[str]) -> list[str]:
-    """modules_to_not_convert of a checkpoint: every module with a matrix that stays, which engines look up by name."""
-    return sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    """modules_to_not_convert of a checkpoint: every module with a matrix that stays, which engines look up by name.
+
+    Experts that are one tensor, which is not called a weight, are one module.
+    """
+    modules = {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in names}
+    return sorted(module for module in modules if f"{module}.weight" in names or module.endswith(".experts"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from miles_core.errors import CheckpointError
 from miles_fp8 import nvfp4
 from miles_fp8.recipe import Tiles
 
@@ -36,11 +37,19 @@ def dequantise(x: torch.Tensor, scale: torch.Tensor, tiles: Tiles, dtype: torch.
 
     Args:
         scale: as `quantise` returns it, or its bytes of UE8M0.
+
+    Raises:
+        CheckpointError: as many scales as other tiles have.
     """
     scale = from_bytes(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
     if scale.numel() == 1:
         return (x.float() * scale.view(())).to(dtype)
-    return _joined(_cut(x.float(), tiles) * scale[:, None, :, None], x.shape).to(dtype)
+    wide = _cut(x.float(), tiles)
+    if scale.shape != wide.shape[::2]:  # scales of rows, say, would be broadcast
+        raise CheckpointError("an FP8 weight has other scales than config.json says", code="fp8-scales-differ",
+                              got=f"{[*scale.shape]} scales of a weight {[*x.shape]}, not {[*wide.shape[::2]]}",
+                              fix="correct weight_block_size in config.json, or use another checkpoint")
+    return _joined(wide * scale[:, None, :, None], x.shape).to(dtype)
 
 
 def rounded(x: torch.Tensor, tiles: Tiles, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:

@@ -23,8 +23,10 @@ USUAL = 32
 
 _EXPERT = re.compile(r"\.layers\.\d+\.[\w.]*?\.experts\.\d+\.(?:gate|up|down|gate_up)_proj\.weight$"
                      r"|\.layers\.\d+\.[\w.]*?\.experts\.\d+\.w[123]\.weight$")
-_LINEAR = re.compile(r"\.layers\.\d+\.(?:self_attn\.(?:[qkvo]|qkv)_proj|(?:[\w.]*\.)?(?:gate|up|down|gate_up)_proj)"
-                     r"\.weight$")
+_LINEAR = re.compile(r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.).*\.layers\.\d+\."
+                     r"(?:self_attn\.(?:[qkvo]|qkv)_proj|(?:[\w.]*\.)?(?:gate|up|down|gate_up)_proj)\.weight$")
+_FUSED_EXPERTS = re.compile(r"(\.layers\.\d+\.[\w.]*?\.experts)\.\w+$")
+"""Experts that are one tensor, which is not called a weight."""
 _NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
 _FUSED = {"gate_proj": "(gate|gate_up)_proj", "up_proj": "(up|gate_up)_proj"}
 """Engines that keep two projections as one look that name up, too."""
@@ -49,10 +51,10 @@ def chosen(names: Collection[str], targets: str) -> frozenset[str]:
     Args:
         targets: "experts" for routed experts, "linears" for these and the projections of attention and MLPs, shared
             experts included; "auto" for experts where there are any, else linears. Never a router, a norm, an
-            embedding or the output layer.
+            embedding, the output layer or what a tower for images or sound has, nor experts that are one tensor.
     """
     experts = frozenset(name for name in names if _EXPERT.search(name))
-    if targets == "experts" or (targets == "auto" and experts):
+    if targets == "experts" or (targets == "auto" and (experts or any(map(_FUSED_EXPERTS.search, names)))):
         return experts
     return experts | {name for name in names if _LINEAR.search(name)}
 
@@ -132,8 +134,10 @@ def ignored(names: Collection[str], packed: Collection[str]) -> list[str]:
     quantised = [name.removesuffix(".weight") for name in packed]
     patterns = {"lm_head": None}
     for name in names:
-        module = name.removesuffix(".weight")
-        if name in packed or not name.endswith(".weight") or ".layers." not in name or "norm" in name.split(".")[-2]:
+        fused = _FUSED_EXPERTS.search(name)
+        module = name[: fused.end(1)] if fused else name.removesuffix(".weight")
+        leaf = module.rpartition(".")[2]
+        if name in packed or not (fused or name.endswith(".weight")) or "norm" in leaf or leaf.startswith("embed"):
             continue
         if not any(re.match(pattern.removeprefix("re:"), module) for pattern in patterns):
             patterns[_pattern(module, quantised)] = None
@@ -141,17 +145,21 @@ def ignored(names: Collection[str], packed: Collection[str]) -> list[str]:
 
 
 def _pattern(module: str, quantised: Collection[str]) -> str:
-    """The widest expression for a module that matches no quantised one."""
+    """The widest expression for a module that matches no quantised one.
+
+    What stands in front is left open: engines and transformers have other names for the model around a decoder.
+    """
     path = module.split(".")
-    first = path.index("layers") + 2  # past the layer's number
-    for length in range(first + 1, len(path)):
-        pattern = f"{_of_any_number('.'.join(path[:length]))}\\..*"
-        if not any(re.match(pattern, one) for one in quantised):
-            return f"re:{pattern}"
-    pattern = f"{_of_any_number('.'.join(path[:-1]))}\\.{_FUSED.get(path[-1], re.escape(path[-1]))}$"
-    if any(re.match(pattern, one) for one in quantised):  # only some layers: these alone
-        pattern = re.escape(module) + "$"
-    return f"re:{pattern}"
+    first = path.index("layers") if "layers" in path else len(path) - 1
+    ends = [f"{re.escape(word)}\\..*" for word in path[:first]]
+    ends += [f"{_of_any_number('.'.join(path[first:length]))}\\..*" for length in range(first + 3, len(path))]
+    block = "".join(f"{_of_any_number(word)}\\." for word in [".".join(path[first:-1])] if word)
+    ends += [f"{block}{_FUSED.get(path[-1], re.escape(path[-1]))}$"]
+    ends += [f"{re.escape('.'.join(path[first:]))}$"]  # only some layers: these alone
+    for end in ends:
+        if not any(re.match(f"(.*\\.)?{end}", one) for one in quantised):
+            return f"re:(.*\\.)?{end}"
+    return f"re:{re.escape(module)}$"
 
 
 def _of_any_number(path: str) -> str:

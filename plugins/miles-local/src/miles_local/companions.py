@@ -15,6 +15,9 @@ from miles_core.reading import parse_json, reading
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
                 ".ckpt", ".msgpack", ".ot", ".onnx")
 
+OF_QUANTISED = "hf_quant_config.json"
+"""What ModelOpt says of quantised weights; engines believe it where config.json says nothing."""
+
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mapping[str, object] | None = None) -> None:
     """Copy it; config.json with the dtype of the new weights, and with `more`, in which None takes a key out.
@@ -22,8 +25,10 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mappin
     Raises:
         CheckpointError: config.json cannot be read.
     """
+    plain = "quantization_config" in (more or {}) and more["quantization_config"] is None
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith("."):
+        if (file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith(".")
+                and not (plain and file.name == OF_QUANTISED)):
             shutil.copyfile(file, target / file.name)
     with reading(str(source / "config.json"), CheckpointError):
         config = dict(parse_json((target / "config.json").read_text(encoding="utf-8")))

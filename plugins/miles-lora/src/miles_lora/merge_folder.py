@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from miles_megatron import hf_config
@@ -10,20 +12,20 @@ from miles_megatron.convert import architecture
 from miles_megatron.disk_names import changed as in_place_of
 from miles_megatron.disk_names import places
 from miles_megatron.readers import Readers
-from miles_megatron.shards import tensor_files
+from miles_megatron.shards import few, tensor_files
 from miles_megatron.specs import WeightMap
 from miles_megatron.weights import export_hf
 
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import merge
-from miles_lora.targets import adapter_of, names_of
+from miles_lora.targets import PEFT, adapter_of, names_of
 
 _AS_NAMED = WeightMap(rules=(), heads=0, groups=0, head_dim=0)
 """Of files that have a tensor for each adapter, by its name; others keep all experts in one, or call them otherwise."""
 
 
-def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -> str:
+def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | None) -> str:
     """A tensor at a time.
 
     Args:
@@ -31,7 +33,9 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
         alpha: of these; a PEFT directory says its own.
 
     Raises:
-        CheckpointError: no adapters, adapters of weights that the base does not have, or a base that is not plain.
+        ConfigError: the alpha of adapters that are among the tensors is not given.
+        CheckpointError: no adapters, adapters of weights that the base does not have, more than adapters of linear
+            layers, or a base that is not plain.
         OwnerError: no plugin knows where this architecture keeps the weights, whose names are not those of the files.
     """
     base = tensor_files(source)
@@ -49,14 +53,28 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
     if lost := sorted(changed - places(names, weight_map).keys()):
         raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
                               fix="use the base model that they were trained on", code="lora-adapters-of-other-model")
+    if adapters is None and alpha is None:
+        raise ConfigError("tensors do not say the alpha of the adapters", code="lora-alpha-missing", who=str(source),
+                          fix="add --lora-alpha, as the run had it (its default: 16)")
     shape = None if adapters is None else peft.read(adapters)
     with Readers(files) as read:
+        if more := [name for name in sorted(files.keys() - base.keys()) if adapter_of(name) is None
+                    and not _of_base(name, base, read)]:
+            raise CheckpointError("beside adapters of layers there are tensors that cannot be merged", got=few(more),
+                                  who=str(adapters), code="lora-tensors-beside", fix="merge with PEFT's "
+                                  "merge_and_unload, or train without embeddings, biases and modules_to_save")
 
         def with_adapter(name: str, weight: torch.Tensor) -> torch.Tensor:
             if name not in changed:
                 return weight
             first, second = map(read.tensor, names_of(name))
-            return merge(weight, first, second, alpha / len(first) if shape is None else shape.scale)
+            return merge(weight, first, second, shape.scale if shape else cast("float", alpha) / len(first))
 
         export_hf(out, source, in_place_of(((name, read.tensor(name)) for name in names), weight_map, with_adapter))
     return f"{len(changed)} weights merged"
+
+
+def _of_base(name: str, base: Mapping[str, Path], read: Readers) -> bool:
+    """Whether it is a weight as the base has it, which PEFT puts beside an output layer's adapter."""
+    weight = name.removeprefix(PEFT).replace(".base_layer.", ".")
+    return weight in base and torch.equal(read.tensor(name), read.tensor(weight))

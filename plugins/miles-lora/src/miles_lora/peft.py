@@ -24,7 +24,8 @@ _OTHER: dict[str, tuple[object, ...]] = {
     "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
     "bias": ("none", None), "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []), "layer_replication": (None, []), "target_parameters": (None, []),
-    "trainable_token_indices": (None, []), "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "trainable_token_indices": (None, []), "alora_invocation_tokens": (None, []), "lora_bias": (False, None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 """Keys of adapter_config.json with their values for adapters of the kind that is trained here: others are on
 other layers, count otherwise, or begin with a base that is not the checkpoint's."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from miles_core.errors import CheckpointError
-from miles_megatron import checkpoint, cpu, index, shards, tensor_merges, weights
+from miles_megatron import checkpoint, cpu, hf_config, index, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 from miles_megatron.disk_names import Layout, carried, carried_files, disk_layout, packed_with, to_disk
 
@@ -131,8 +131,9 @@ class ToHuggingFace(Conversion):
         dist.barrier()  # every file is there
         if self.rank.index == 0:
             largest = max(self.parameters, key=lambda one: one.nbytes)
+            plain = hf_config.without_quantization(self.job.companions)
             copy_companions(self.job.companions, self.job.target, largest.dtype,
-                            weights.PLAIN | weights.without_left(self.job.weight_map))
+                            plain | weights.without_left(self.job.weight_map))
             names, total = [[*self._layout(file)] for file in self._files], sum(file.nbytes for file in self._files)
             if self._carried:
                 names, total = [*names, [*self._carried]], total + self._carry()

@@ -42,9 +42,6 @@ _GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+(?:-\d+)?)$")
 EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 """A tied output layer on a pipeline stage of its own is a copy of the embedding."""
 
-PLAIN = {"quantization_config": None}
-"""What config.json says of weights that are not quantised, whatever it said of those that a run started from."""
-
 
 def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: frozenset[str] = frozenset()) -> None:
     """Fill this rank's parameters from safetensors files, tensor by tensor; dtypes are cast, nothing else changes.
@@ -226,12 +223,14 @@ def export_hf(
     *,
     shard_bytes: int = SHARD_BYTES,
     config: Mapping[str, object] | None = None,
+    beside: bool = False,
 ) -> None:
     """Write a Hugging Face directory: the source's config, tokenizer and generation config, and the stream's tensors.
 
     Args:
         dtype: of all tensors in the files; by default each keeps its own.
         config: further keys of config.json, such as quantization_config; None takes a key out.
+        beside: whether what was interrupted beside the folder is cleared, in one that nobody else writes into.
 
     One process calls it. The folder appears when it is complete; an older one of that name is replaced.
 
@@ -242,7 +241,7 @@ def export_hf(
     if not (source / "config.json").is_file():
         raise CheckpointError("config.json is missing, so it cannot be copied", code="config-json-not-copied",
                               who=str(source), fix="give the Hugging Face directory that the run started from")
-    with publish(Path(folder)) as target:
+    with publish(Path(folder), beside=beside) as target:
         written = _write_shards(target, stream, dtype, shard_bytes)
         copy_companions(source, target, written, config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,8 +80,10 @@ def _command(name: str, plugin: str) -> click.Command:
     for option in options:
         words = [f"--{option.name.replace('_', '-')}"]
         words[0] += f"/--no-{words[0][2:]}" if option.is_bool else ""
-        parameters.append(click.Option([option.name, *words], help=option.help, default=None, metavar=(
-            None if option.is_bool else "|".join(map(str, option.choices)) or option.type)))
+        own_help = option.help + " May be repeated." * option.is_list
+        parameters.append(click.Option([option.name, *words], help=own_help, multiple=option.is_list, metavar=(
+            None if option.is_bool else "|".join(map(str, option.choices)) or re.sub(r"list\[(\w+)\]", r"\1",
+                                                                                    option.type))))
     return click.Command(name, params=parameters, callback=run, help=about)
 
 
@@ -100,8 +103,9 @@ def _convert(one: Selected, name: str, source: Path, out: Path, flags: dict[str,
                               fix="give the folder of config.json and *.safetensors", code="not-hugging-face")
     check_free(out)
     options = one.manifest.options
-    values = {key: convert(options[key], value, Origin("flag", f"--{key.replace('_', '-')}"))
-              for key, value in flags.items() if value is not None}
+    values = {key: convert(options[key], [*value] if options[key].is_list else value,
+                           Origin("flag", f"--{key.replace('_', '-')}"))
+              for key, value in flags.items() if value not in (None, ())}
     config = with_values(RunConfig(options={one.manifest.name: values}), f"miles convert {name}",
                          checkpoint__hf_checkpoint=str(source))
     return bind.bind([one], config, "driver").convert[name](source, out)

@@ -81,7 +81,7 @@ class DiskSender:
     def _export(self, stream, folder: Path) -> None:
         from miles_megatron.weights import export_hf
 
-        export_hf(folder, self.settings.checkpoint, stream)
+        export_hf(folder, self.settings.checkpoint, stream, beside=True)
 
     def _load(self, folder: Path) -> None:
         # Without a load_format the server would take its own, which says "dummy".
