@@ -116,8 +116,7 @@ class InFlightRequest:
         sampling, drawn = self.request.sampling, len(self.ids)
         self.rid = f"{uuid.uuid4().hex}-{self.request.id}"
         params = {
-            "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "max_new_tokens": min(sampling.max_new_tokens, self._facts.context - len(self.request.input_ids)) - drawn,
             "min_new_tokens": max(0, sampling.min_new_tokens - drawn),
             "stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids),
