@@ -288,7 +288,7 @@ class Access:
 
     def __init__(self, trainer: FsdpTrainer, index: int | None):
         self._trainer, self.batch, self.index = trainer, trainer.batch, index
-        self.samples = trainer.batch.samples if index is None else trainer.part(index)
+        self.samples: Sequence[Sample] = trainer.batch.samples if index is None else trainer.part(index)
 
     def forward(self, model: str, read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
         steps = range(self._trainer.config.rollout.num_steps_per_rollout or 1)
