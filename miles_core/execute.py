@@ -134,10 +134,7 @@ def _published(save: str | None) -> object:
 
 
 def _how_to_go_on(plan: Plan, checkpoint: str | None) -> str:
-    """
-    Args:
-        checkpoint: the folder that has one of this run, or that it began from; None where it has saved none.
-    """
+    """`checkpoint` is the folder that has one of this run, or that it began from; None where it has saved none."""
     options = plan.config.checkpoint
     if options.save is None:
         return "Nothing was saved; with --save FOLDER and --save-interval N a run can be resumed."
@@ -284,10 +281,8 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
 
 
 async def _stop(run: Run | None, components: Parts, journal: Journal, status: str) -> list[Exception]:
-    """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong.
-
-    A further signal meanwhile cuts the present wait short, and the next part's turn comes.
-    """
+    """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong. A further
+    signal meanwhile cuts the present wait short, and the next part's turn comes."""
     late = []
     if run is not None:
         for end in (run.engine.stop if run.engine else None, run.trainer.close, run.placement.close):

@@ -58,10 +58,16 @@ def field_of(record: Mapping[str, Any], key: str) -> Any:
 
 def format_of(path: str) -> str:
     """As what the rows at a path are read: by its ending, which folders and names in a cache ("dataset") have not."""
-    name = path.partition("@")[0]
+    name = apart(path)[0]
     if ending := re.search(r"\.([a-z]\w*)$", name, re.IGNORECASE):
         return ending[1].lower()
     return "dataset" if re.search("[/:]", name) or Path(name).is_dir() else "jsonl"
+
+
+def apart(path: str) -> tuple[str, str]:
+    """PATH and [a:b] of PATH@[a:b]; an @ elsewhere in a path is part of a name."""
+    name, cut = (*re.split(r"@(?=(?:\[[^@/]*|-?\d*:-?\d*)$)", path, maxsplit=1), "")[:2]
+    return name, cut
 
 
 def sliced(path: str) -> tuple[str, slice]:
@@ -70,7 +76,7 @@ def sliced(path: str) -> tuple[str, slice]:
     Raises:
         DataError: what follows the @ is no slice.
     """
-    name, _, cut = path.partition("@")
+    name, cut = apart(path)
     if (span := re.fullmatch(r"\[(-?\d*):(-?\d*)\]", cut or "[:]")) is None:
         raise DataError("the slice should have the form @[a:b]", code="slice-malformed", got=cut, who=name,
                         fix="for instance data.jsonl@[0:1000]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Run:
     resumable: dict = field(default_factory=dict)
     made_of: dict = field(default_factory=dict)
     begun: list[Group] = field(default_factory=list)
+    _stepped: Counter[str] = field(default_factory=Counter)
     _same_model: bool = False
     _mark: float | None = None
     _finished: float = 0.0
@@ -259,18 +261,16 @@ class Run:
         self.metrics.update(await self.trainer.advantage())
 
     async def step(self, index: int) -> None:
-        """Stages 7 and 8. Of several steps metrics are averaged, NAME_time added up, the last learning rate is kept."""
+        """Stages 7 and 8. Metrics are means over the steps that have them; NAME_time adds up, a rate is the last."""
         for key, value in self._compared(await self.trainer.step(index)).items():
-            old = self.metrics.get(key, 0.0)
-            summed = index and "lr-" not in key and key in self.metrics
-            together = old + value if key.endswith("_time") else (old * index + value) / (index + 1)
-            self.metrics[key] = together if summed else value
+            old, steps = self.metrics.get(key, 0.0), self._stepped[key]
+            together = old + value if key.endswith("_time") else (old * steps + value) / (steps + 1)
+            self.metrics[key] = together if steps and "lr-" not in key else value
+            self._stepped[key] = steps + 1
 
     async def sync(self, rollout_id: int) -> None:
-        """Stage 9: weights that `rollout_id` samples from.
-
-        Version n serves rollout n-1, so 0 is never a trained one. An evaluation keeps its weights to its end.
-        """
+        """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one.
+        An evaluation keeps its weights to its end."""
         await self.evaluated()
         self._timed("train_time")
         version = rollout_id + 1
@@ -336,7 +336,7 @@ class Run:
         self.metrics.update(self.placement.figures() | self.hook_timings()
                             | throughput(batch, self.metrics, self.config))
         self.journal.rollout(batch, self.metrics)
-        norm, self.metrics = self.metrics.get("train/grad_norm"), {}
+        norm, self.metrics, self._stepped = self.metrics.get("train/grad_norm"), {}, Counter()
         if self.config.debug.debug_determinism and self.steps:
             async with self.placement.lease("save"):
                 hashes = await self.trainer.hashes(batch)

@@ -25,6 +25,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+import grpo
 from metering import JsonLines, cpu_seconds, peak_rss_mib
 from workloads import PROMPT_BATCHES, WORKLOADS, Workload, reward
 
@@ -59,42 +60,17 @@ def build_trainer(args: argparse.Namespace, workload: Workload, micro_batch: int
     torch.set_num_threads(args.threads)
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    class MeteredTrainer(GRPOTrainer):
-        """GRPOTrainer that counts its generations and the CPU seconds spent in them."""
-
-        generations, generated_tokens, generation_cpu_s = 0, 0, 0.0
-
-        def _generate_single_turn(self, *positional, **keywords):
-            begin = cpu_seconds()
-            result = super()._generate_single_turn(*positional, **keywords)
-            self.generation_cpu_s += cpu_seconds() - begin
-            self.generations += 1
-            self.generated_tokens += sum(len(ids) for ids in result[0])
-            return result
 
     def mean_id_reward(completion_ids, **_):
         return [reward(ids, workload.vocabulary, args.verdict) for ids in completion_ids]
 
-    accumulation = workload.samples_per_step // micro_batch
-    config = GRPOConfig(
-        output_dir=out,
-        model_init_kwargs={"dtype": "float32"},
-        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_dropout=True,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=accumulation,
-        steps_per_generation=accumulation,
-        num_iterations=1,
-        num_generations=workload.samples_per_prompt,
-        max_completion_length=workload.response_tokens,
-        temperature=1.0, top_p=1.0, top_k=0, cache_implementation=None if cache == "dynamic" else cache,
-        loss_type=args.loss_type, beta=args.beta, epsilon=0.2, epsilon_high=0.28,
-        learning_rate=1e-6, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
+    config = grpo.config(
+        out, samples=workload.samples_per_step, micro_batch=micro_batch, cache=cache,
+        model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
+        num_generations=workload.samples_per_prompt, max_completion_length=workload.response_tokens,
+        loss_type=args.loss_type, beta=args.beta, seed=args.seed,
         max_steps=10**6 if args.interactive else args.warmup + args.steps,
-        logging_strategy="no", save_strategy="no", eval_strategy="no", report_to=[], disable_tqdm=True,
         logging_nan_inf_filter=False, dataloader_num_workers=0, dataloader_pin_memory=False,
-        shuffle_dataset=False, seed=args.seed,
     )  # fmt: skip
     with open(Path(args.model) / "prompts.jsonl") as lines:
         rows = [json.loads(line) for line in lines]
@@ -103,8 +79,8 @@ def build_trainer(args: argparse.Namespace, workload: Workload, micro_batch: int
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     # TRL wants an end token. Its id is one past the model's vocabulary, so it is never sampled.
     tokenizer.add_special_tokens({"eos_token": "<eos>"})
-    return MeteredTrainer(model=args.model, reward_funcs=mean_id_reward, args=config, train_dataset=prompts,
-                          processing_class=tokenizer)
+    return grpo.trainer_class(cpu_seconds)(model=args.model, reward_funcs=mean_id_reward, args=config,
+                                           train_dataset=prompts, processing_class=tokenizer)
 
 
 def wait(args: argparse.Namespace, channel: JsonLines, state, control, ready: dict) -> None:
@@ -131,7 +107,7 @@ def make_meter(args: argparse.Namespace, workload: Workload, channel: JsonLines,
 
         def _mark(self) -> None:
             self._at = (
-                cpu_seconds(), self.trainer.generation_cpu_s, self.trainer.generations, self.trainer.generated_tokens
+                cpu_seconds(), self.trainer.generation_s, self.trainer.generations, self.trainer.generated_tokens
             )  # fmt: skip
 
         def on_train_begin(self, *_, **__) -> None:
@@ -141,7 +117,7 @@ def make_meter(args: argparse.Namespace, workload: Workload, channel: JsonLines,
         def on_step_end(self, _, state, control, **__):
             cpu, *before = self._at
             cpu = cpu_seconds() - cpu
-            after = (self.trainer.generation_cpu_s, self.trainer.generations, self.trainer.generated_tokens)
+            after = (self.trainer.generation_s, self.trainer.generations, self.trainer.generated_tokens)
             generation, generations, tokens = (a - b for a, b in zip(after, before, strict=True))
             if (generations, tokens) != (1, workload.response_tokens_per_step):
                 raise RuntimeError(f"a step made {generations} generations of {tokens} tokens in all")

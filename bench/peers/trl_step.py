@@ -21,6 +21,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import grpo
+
 PROMPTS = Path(__file__).parents[2] / "examples/arithmetic/train.jsonl"
 
 
@@ -42,31 +44,12 @@ def trainer_of(args: argparse.Namespace, out: str):
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
 
-    class Clocked(GRPOTrainer):
-        """Counts the seconds and tokens of generations."""
-
-        generation_s, generated_tokens = 0.0, 0
-
-        def _generate_single_turn(self, *positional, **keywords):
-            begin = clock()
-            result = super()._generate_single_turn(*positional, **keywords)
-            self.generation_s += clock() - begin
-            self.generated_tokens += sum(len(ids) for ids in result[0])
-            return result
-
-    accumulation = args.requests // args.micro_batch
-    config = GRPOConfig(
-        output_dir=out, model_init_kwargs={"dtype": args.weights}, bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False, disable_dropout=True,
-        per_device_train_batch_size=args.micro_batch, gradient_accumulation_steps=accumulation,
-        steps_per_generation=accumulation, num_iterations=1, num_generations=8, max_completion_length=args.tokens,
-        temperature=1.0, top_p=1.0, top_k=0, cache_implementation=None if args.cache == "dynamic" else args.cache,
-        generation_kwargs={"min_new_tokens": args.tokens}, loss_type="dapo", beta=0.0, epsilon=0.2, epsilon_high=0.28,
-        learning_rate=1e-6, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, max_steps=args.steps,
-        logging_strategy="no", save_strategy="no", eval_strategy="no", report_to=[], disable_tqdm=True,
-        shuffle_dataset=False, seed=0,
+    config = grpo.config(
+        out, samples=args.requests, micro_batch=args.micro_batch, cache=args.cache,
+        model_init_kwargs={"dtype": args.weights}, bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(), num_generations=8, max_completion_length=args.tokens,
+        generation_kwargs={"min_new_tokens": args.tokens}, loss_type="dapo", beta=0.0, max_steps=args.steps, seed=0,
     )  # fmt: skip
     with PROMPTS.open(encoding="utf-8") as lines:
         rows = [{"prompt": json.loads(line)["prompt"]} for line, _ in zip(lines, range(args.requests), strict=False)]
@@ -75,8 +58,9 @@ def trainer_of(args: argparse.Namespace, out: str):
     def coin(completions, **_):
         return [float(draw.random() < 0.5) for _ in completions]
 
-    return Clocked(model=args.model, reward_funcs=coin, args=config, train_dataset=Dataset.from_list(rows),
-                   processing_class=AutoTokenizer.from_pretrained(args.model))
+    return grpo.trainer_class(clock)(model=args.model, reward_funcs=coin, args=config,
+                                     train_dataset=Dataset.from_list(rows),
+                                     processing_class=AutoTokenizer.from_pretrained(args.model))
 
 
 def clock() -> float:

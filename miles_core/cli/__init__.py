@@ -27,10 +27,8 @@ COMMANDS = {
 
 
 class Lazy(click.Group):
-    """A group whose commands are imported when they are called; --help imports none.
-
-    Beside the core's own commands there are those of installed plugins (hook `commands`), known by their manifests.
-    """
+    """A group whose commands are imported when they are called; --help imports none. Beside the core's own commands
+    there are those of installed plugins (hook `commands`), known by their manifests."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *(name for name in offered() if name not in COMMANDS)]
@@ -44,6 +42,12 @@ class Lazy(click.Group):
         more = {name: offer.help for name, (_, offer) in offered().items() if name not in COMMANDS}
         with formatter.section("Commands"):
             formatter.write_dl(list({**COMMANDS, **more}.items()))
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except click.exceptions.Exit as leave:  # click would return the code, like what a command returns
+            raise SystemExit(leave.exit_code) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]):
         try:
@@ -128,20 +132,14 @@ def main() -> None:
 
 
 def command_line() -> None:
-    """What the words of this process's command line say.
-
-    Raises:
-        SystemExit: with the exit code, unless that is 0.
-    """
+    """What the words of this process's command line say; a SystemExit has the exit code, unless a command just ends."""
     main_of(lambda: cli(standalone_mode=False))
 
 
 def _leave(code: int) -> None:
-    """End the process here and now where daemon threads are at work.
-
-    A thread in the middle of a backward pass runs C++. It cannot be unwound when the interpreter is torn down under
-    it: the process would abort and lose its exit code.
-    """
+    """End the process here and now where daemon threads are at work. A thread in the middle of a backward pass runs
+    C++. It cannot be unwound when the interpreter is torn down under it: the process would abort and lose its exit
+    code."""
     if any(thread.daemon for thread in threading.enumerate()):
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -37,10 +37,8 @@ _serial = itertools.count()
 
 
 class RunDirectory:
-    """Where one run writes.
-
-    `acquire` makes the folders and takes the lock; without it the object only names paths, for readers.
-    """
+    """Where one run writes. `acquire` makes the folders and takes the lock; without it the object only names paths, for
+    readers."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -79,8 +77,8 @@ class RunDirectory:
         run = cls(path)
         if not run.path.is_dir():
             what = "this is a file, not a run folder" if run.path.exists() else "the folder does not exist"
-        elif not run.events.is_file() and not run.plan_json.is_file():
-            what = "this is not a run folder: it has neither events.jsonl nor plan.json"
+        elif not (run.events if run.events.exists() else run.plan_json).is_file():
+            what = "this is not a run folder: it has neither a file events.jsonl nor, before that, plan.json"
         else:
             return run
         raise RunDirectoryError(what, code="not-a-run-directory", who=str(path),

@@ -191,10 +191,8 @@ STAGES = tuple(_TIMERS)
 
 
 def _limits(path: str | os.PathLike[str]) -> list[tuple[float, float]]:
-    """For each start: the rollout from which its events, and its evals, are superseded by later starts.
-
-    The last start has none, nor has one that a running run adds meanwhile. Index 0 is what comes before any start.
-    """
+    """For each start: the rollout from which its events, and its evals, are superseded by later starts. The last start
+    has none, nor has one that a running run adds meanwhile. Index 0 is what comes before any start."""
     begins: list[list[int]] = []  # [first rollout, from where earlier evals are superseded]
     for event in _lines(path, only=(b'"run_start"', b'"eval"')):
         if event["event"] == Kind.RUN_START:

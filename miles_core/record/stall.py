@@ -88,11 +88,9 @@ def blocking(frame: FrameType | None) -> dict[str, str | None] | None:
 
 @contextlib.contextmanager
 def terminated(task: asyncio.Task) -> Iterator[None]:
-    """SIGTERM cancels the task; after a first signal, of whichever kind, it raises KeyboardInterrupt right where the
-    main thread is, since a loop that is blocked cancels nothing. asyncio does the same for SIGINT.
-
-    Not by way of SIGINT: a shell's background job ignores that one.
-    """
+    """SIGTERM cancels the task, and SIGHUP, unless nohup has it ignored. After a first signal of any kind they raise
+    KeyboardInterrupt right where the main thread is, since a loop that is blocked cancels nothing. asyncio does the
+    same for SIGINT. Not by way of that one: a shell's background job ignores it."""
     def handle(number: int, frame: FrameType | None) -> None:
         if task.cancelling():
             raise KeyboardInterrupt
@@ -100,9 +98,10 @@ def terminated(task: asyncio.Task) -> Iterator[None]:
         task.get_loop().call_soon_threadsafe(lambda: None)  # wakes it
 
     main = threading.current_thread() is threading.main_thread()  # no other handles signals; a notebook's run has none
-    before = signal.signal(signal.SIGTERM, handle) if main else None
+    closed = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, *closed) if main}
     try:
         yield
     finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

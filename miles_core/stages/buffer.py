@@ -150,10 +150,10 @@ class Buffer:
             await self._until(lambda: self._cut() is not None)
             if not await self._set_aside():
                 break
-        taken, self._slots = cast("tuple[Taken, list[Slot]]", self._cut())
+        slots, (taken, self._slots) = set(self._slots), cast("tuple[Taken, list[Slot]]", self._cut())
         self._taken += 1
         surplus = [slot for slot in self._slots if self._taken - slot.round > self.max_lag]
-        self._overdue.difference_update(group.prompt.uid for group in taken.groups if group.prompt)
+        self._overdue -= {slot.prompt.uid for slot in slots.difference(self._slots) if slot.prompt}
         self._overdue.update(slot.prompt.uid for slot in surplus if slot.prompt)
         self._restored = deque(slot for slot in self._restored if slot not in surplus)
         await self._give_back(surplus)

@@ -35,7 +35,7 @@ class SamplingParams:
 
     Args:
         temperature: 0 means greedy; greedy log-probs are those at temperature 1.
-        top_k: -1 or 0 means off.
+        top_k: -1 means off, which 0 and less become.
         max_new_tokens: upper bound on response tokens.
         stop: strings that end a response once they appear in its text; they stay in it.
         stop_token_ids: ids that end a response, beside the tokenizer's end-of-sequence id; they stay in it.
@@ -52,6 +52,9 @@ class SamplingParams:
     skip_special_tokens: bool = False
     ignore_eos: bool = False
     min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "top_k", self.top_k if self.top_k > 0 else -1)
 
 
 @dataclass(frozen=True, slots=True)

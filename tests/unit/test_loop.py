@@ -125,6 +125,18 @@ def test_of_several_steps_seconds_add_up_and_rates_do_not():
         "train/loss": 2.5, "train/lr-actor": 0.1, "perf/x_time": 5.0, "perf/x_tok_per_s": 250.0}
 
 
+def test_the_mean_of_a_metric_is_that_of_the_steps_that_have_it():
+    steps = [{"train/loss": 1.0, "even": 1.0}, {"train/loss": 1.0, "odd": 2.0}, {"train/loss": 4.0, "even": 5.0}]
+    run = toy_run(rollouts=1, batch_size=1, max_lag=0, duration=uneven(0))
+
+    async def main():
+        for index, found in enumerate(steps):
+            run.trainer = SimpleNamespace(step=lambda _, found=found: asyncio.sleep(0, found))
+            await run.step(index)
+    run_virtual(main)
+    assert (run.metrics["train/loss"], run.metrics["even"], run.metrics["odd"]) == (2.0, 3.0, 2.0)
+
+
 def test_shared_hardware_is_never_used_for_two_purposes_at_once():
     class Watched(Turns):
         def __init__(self):

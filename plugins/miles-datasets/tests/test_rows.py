@@ -265,6 +265,18 @@ def test_what_is_not_what_its_ending_says_is_refused_with_its_name(read, tmp_pat
         read(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "csv", "tsv"])
+def test_a_file_of_no_rows_says_so(read, tmp_path, kind):
+    path = tmp_path / f"none.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"q": pyarrow.array([], pyarrow.string())}), path)
+    else:
+        path.write_text("q\n")
+    with pytest.raises(DataError, match=r"\[data-rows-none\]") as caught:
+        read(str(path))
+    assert caught.value.who == str(path)
+
+
 @pytest.mark.parametrize(("path", "keys", "known"), [
     ("none.parquet", {}, "none.parquet"), ("data.parquet@1:2", {}, "slice"), ("data.parquet@[60:]", {}, "no prompt"),
     ("data.parquet", {"input_key": "prompt"}, "row 0.*no key 'prompt'.*q, a, level"),

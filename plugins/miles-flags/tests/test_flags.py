@@ -101,6 +101,14 @@ def test_a_part_of_another_name_says_what_to_write(part):
     assert caught.value.fix == table()["parts"][part]
 
 
+@pytest.mark.parametrize("name", ["./rewards.py", "rewards.py:score", "my_package.rewards.score"])
+def test_a_function_in_place_of_a_scorers_name_says_which_flag_takes_it(name):
+    with pytest.raises(OwnerError) as caught:
+        prepare(None, ["--hf-checkpoint", "x", "--prompt-data", "y", "--num-rollout", "1", "--rollout-batch-size", "4",
+                       "--rm-type", name])
+    assert caught.value.code == "part-not-enabled" and "--custom-rm-path" in caught.value.fix
+
+
 def test_a_plugin_that_is_installed_and_not_enabled_is_named_for_its_option_even_where_the_list_refuses_the_flag(
         monkeypatch):
     """Somebody's plugin for what Miles has not."""

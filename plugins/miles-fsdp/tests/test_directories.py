@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,6 +28,31 @@ def test_weights_that_transformers_would_make_up_are_refused(tmp_path, name, sha
         read(str(folder), FsdpOptions(), torch.float32)
     assert caught.value.code == ("fsdp-model-unbuildable" if shape else "fsdp-tensors-missing")
     assert str(folder) in str(caught.value) and (shape or name in str(caught.value))
+
+
+def with_tensors(folder, **more):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_tensors_that_the_model_does_not_have_are_told_of(tmp_path, caplog):
+    folder = with_tensors(tiny_checkpoint(tmp_path / "model"), **{f"mtp.{i}.weight": torch.zeros(1) for i in range(5)})
+    read(folder, FsdpOptions(), torch.float32)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "miles_fsdp.module"]
+    assert folder in told and "5 tensors" in told and "mtp.0.weight" in told
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_an_output_layer_of_its_own_under_a_config_that_ties_it_is_refused(tmp_path, differs):
+    """transformers would keep both apart, and an engine would tie them."""
+    folder = tiny_checkpoint(tmp_path / "model")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    with_tensors(folder, **{"lm_head.weight": embedding + differs})
+    with pytest.raises(CheckpointError) if differs else nullcontext() as caught:
+        read(str(folder), FsdpOptions(), torch.float32)
+    assert not differs or caught.value.code == "fsdp-tied-tensors-differ" and "lm_head.weight" in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

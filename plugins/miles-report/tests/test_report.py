@@ -166,6 +166,13 @@ def test_the_command(run, tmp_path):
     assert isinstance(blocked.exception, RunDirectoryError) and "-o FILE" in blocked.exception.fix
 
 
+def test_a_dash_is_standard_output(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(report, [str(run), "-o", "-"])
+    assert result.exit_code == 0 and result.output.startswith("<!doctype html>") and result.output.endswith("</html>\n")
+    assert not (tmp_path / "-").exists()
+
+
 def test_the_command_is_light_to_import():
     code = "import sys, miles_report.commands.report; print({'numpy', 'torch', 'miles_core.record'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,

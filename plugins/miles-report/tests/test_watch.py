@@ -219,6 +219,11 @@ def test_refusals(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="this is a file"):
         Watched(tmp_path / "file")
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "events.jsonl")  # whoever opened it would wait for ever
+    with pytest.raises(RunDirectoryError) as caught:
+        Watched(tmp_path / "fifo")
+    assert caught.value.code == "not-a-run-directory"
     with serving(tmp_path) as ask:
         port = ask.server.server_address[1]
         with pytest.raises(ConfigError, match=f"--port {port}: cannot listen"):

@@ -19,7 +19,7 @@ from miles_tools.plugin import ToolsOptions
 from miles_core import rng
 from miles_core.columns import Columns
 from miles_core.config.tables import Checkpoint, Rollout, RunConfig
-from miles_core.errors import ConfigError, EngineError, RewardError
+from miles_core.errors import ConfigError, EngineError, RewardError, RolloutError
 from miles_core.record.events import read
 from miles_core.stages.rollout import Generation, SamplingParams
 from miles_core.types import CancelHandle, Prompt, Sample, Status
@@ -205,6 +205,20 @@ def test_a_function_that_hangs_is_given_up(function, source):
     group = samples_of(function(source, agent_timeout=0.6))
     assert time.monotonic() - begin < 6
     failed(group, "agent_timeout", "longer than 0.6 s")
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_agents_that_all_hang_end_the_run(function, monkeypatch, ends):
+    """One group after the other would be given up, each after its time."""
+    monkeypatch.setattr("miles_tools.agent.HUNG", 3)
+    source = f"import itertools\nn = itertools.count()\ndef agent():\n    time.sleep(0 if next(n) < {ends} else 60)"
+    options = function(source, agent_timeout=0.4, agent_concurrency=1)
+    if ends:
+        assert len(samples_of(options, samples=4)) == 4
+        return
+    with pytest.raises(RolloutError) as caught:
+        samples_of(options, samples=4)
+    assert caught.value.code == "agents-hang" and options.agent in str(caught.value)
 
 
 def test_a_function_that_was_given_up_cannot_go_on(function):

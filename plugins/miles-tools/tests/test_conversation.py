@@ -109,7 +109,7 @@ def test_a_tools_answer_is_what_the_template_would_write(talks, tokenizer):
     assert sample.metadata["conversation"].startswith("<calc>") and "tool\n408" in sample.metadata["conversation"]
     figures = sample.metadata["figures"]
     assert figures.pop("tool_time") > 0
-    assert figures == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "spec_accept_rate": 0.5}
+    assert figures == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "tool_overruns": 0, "spec_accept_rate": 0.5}
 
 
 TOKEN = st.integers(0, 263)
@@ -170,6 +170,35 @@ def test_turns_are_bounded(talks, tokenizer):
     sample, engine = talk(talks, tokenizer, ["<calc>1+1</calc><|im_end|>"] * 3, generate_max_turns=3)
     assert (sample.status, len(engine.requests)) == (Status.TRUNCATED, 3)
     assert sample.metadata["figures"]["turns"] == 3 and sample.metadata["figures"]["tool_calls"] == 2
+
+
+STUCK = """
+import time
+def stuck(text: str):
+    \"\"\"Waits.
+
+    Args:
+        text: ignored.
+    \"\"\"
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("turns", [["<stuck>x</stuck><|im_end|>"] * 9, ["<stuck>x</stuck>" * 9 + "<|im_end|>"]])
+def test_a_tool_that_always_hangs_is_not_waited_for_in_every_turn(tokenizer, tmp_path, turns):
+    (tmp_path / "tools.py").write_text(STUCK)
+    sandbox = Sandbox(Limits(wall=0.2), workers=1)
+    toolbox = Toolbox(load([str(tmp_path / "tools.py")]), sandbox)
+
+    def talks():
+        return Conversations(Template(tokenizer, {}), toolbox, ToolsOptions(tool_format="tag"), CONTEXT)
+
+    try:
+        sample, _ = talk(talks, tokenizer, turns)
+    finally:
+        sandbox.close()
+    assert (sample.status, sample.metadata["figures"]["tool_overruns"]) == (Status.TRUNCATED, 3)
+    assert sample.metadata["figures"]["tool_calls"] == 3
 
 
 def test_an_ending_tool_ends_the_conversation_unrun(talks, tokenizer):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 
+import click
 import pytest
 from miles_testing.forked import miles
 
@@ -189,6 +190,17 @@ def test_flags_and_hooks_print_pages(invoke):
 
 def test_commands_are_lazy():
     assert set(cli.commands) == set(), "nothing is registered, so nothing is imported"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_ends_the_process_with_the_code_that_it_exits_with(call, monkeypatch, code):
+    @click.command()
+    @click.pass_context
+    def leaves(ctx):
+        ctx.exit(code)
+
+    monkeypatch.setattr("miles_core.cli.of_plugin", lambda name: {"leaves": leaves}.get(name))
+    assert call("leaves") == (code, "", "")
 
 
 def test_the_exit_codes_of_a_diff(call, tmp_path):

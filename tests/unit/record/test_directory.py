@@ -141,3 +141,6 @@ def test_existing_refuses_what_is_no_run(tmp_path):
             RunDirectory.existing(path)
     (tmp_path / "plan.json").write_text("{}")
     assert RunDirectory.existing(tmp_path).path == tmp_path
+    os.mkfifo(tmp_path / "events.jsonl")  # whoever opened it would wait for ever
+    with pytest.raises(RunDirectoryError, match=r"\[not-a-run-directory\]"):
+        RunDirectory.existing(tmp_path)

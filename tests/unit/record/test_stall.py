@@ -65,16 +65,25 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
         assert all(word in console.read_text() for word in ("plugin slow", "hook reward", "slow.py:6"))
 
 
-async def begun_and_ended() -> object:
-    """What handles SIGTERM inside."""
+async def begun_and_ended(number: int = signal.SIGTERM) -> object:
+    """What handles a signal inside."""
     with terminated(asyncio.current_task()):
-        return signal.getsignal(signal.SIGTERM)
+        return signal.getsignal(number)
 
 
-def test_a_run_in_the_main_thread_handles_sigterm_as_long_as_it_lasts():
-    before = signal.getsignal(signal.SIGTERM)
-    assert asyncio.run(begun_and_ended()) != before
-    assert signal.getsignal(signal.SIGTERM) == before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_in_the_main_thread_handles_signals_as_long_as_it_lasts(number):
+    before = signal.getsignal(number)
+    assert asyncio.run(begun_and_ended(number)) != before
+    assert signal.getsignal(number) == before
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(begun_and_ended(signal.SIGHUP)) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_in_another_thread_leaves_signals_alone():

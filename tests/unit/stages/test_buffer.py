@@ -333,3 +333,29 @@ def test_a_surplus_comes_again_once_however_fast_sampling_is(max_lag):
 
     asyncio.run(run())
     assert trained == list(range(24)) and max(asked.values()) <= 2
+
+
+def test_nothing_is_remembered_of_a_surplus_that_is_dropped_when_it_comes_again():
+    again, prompts = deque(), [Prompt(uid, 0, "", (0,)) for uid in range(4)]
+
+    async def requeue(slots):
+        again.extend(slot.prompt for slot in slots)
+
+    async def fill(buffer, prompt, outcome):
+        slot = await buffer.reserve()
+        with buffer.filling(slot):
+            slot.prompt, slot.outcome = prompt, outcome or Group(prompt, [])
+
+    async def run():
+        buffer = Buffer(1, 0, batches=9, credit=1, requeue=requeue)
+        for prompt in prompts[:2]:
+            await fill(buffer, prompt, None)
+        await buffer.take()
+        buffer.release()
+        assert list(again) == [prompts[1]]
+        await fill(buffer, again.popleft(), Drop("filter", ""))
+        await fill(buffer, prompts[2], None)
+        await buffer.take()
+        return buffer
+
+    assert not asyncio.run(run())._overdue

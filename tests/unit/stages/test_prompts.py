@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import DataError
+from miles_core.reading import format_of
 from miles_core.stages.prompts import JsonlRecords, RowPrompts, Rows
 
 
@@ -174,6 +175,15 @@ def test_unusable_files_are_refused_with_their_line(source, text, message):
 def test_a_mark_of_the_encoding_is_passed_over(source):
     prompts = source('\ufeff{"q": "a"}\n{"q": "b"}\n')
     assert [prompts.next().text for _ in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["me@host/rows.jsonl", "rows@2.jsonl", "a@[b]/rows.jsonl"])
+@pytest.mark.parametrize(("cut", "count"), [("", 3), ("@[1:]", 2)])
+def test_an_at_sign_in_a_name_is_no_slice(tmp_path, name, cut, count):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"q": "a"}\n' * 3)
+    assert len(JsonlRecords(f"{path}{cut}")) == count and format_of(f"{path}{cut}") == "jsonl"
 
 
 def test_a_missing_file_and_a_bad_slice(tmp_path):

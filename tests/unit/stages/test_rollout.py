@@ -123,3 +123,8 @@ def test_a_call_that_outlives_its_generator_bounds_nothing():
         assert (await calls[0]) is GOOD
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("given", "held"), [(-1, -1), (0, -1), (1, 1), (40, 40)])
+def test_top_k_that_is_off_has_one_spelling(given, held):
+    assert SamplingParams(top_k=given).top_k == replace(SamplingParams(), top_k=given).top_k == held

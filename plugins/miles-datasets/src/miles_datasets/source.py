@@ -87,8 +87,15 @@ class Source:
         return f"{self.name}, row {row + (self.begin or 0)}"
 
     def table(self) -> datasets.Dataset:
-        """All rows of the slice as a memory-mapped table of Arrow, made of the files unless that was done before."""
+        """All rows of the slice as a memory-mapped table of Arrow, made of the files unless that was done before.
+
+        Raises:
+            DataError: the files have no row, of which the package would make no table.
+        """
         with self._explained():
+            if self.counted == 0 or next(in_order.rows(self.files), None) is None:
+                raise DataError("there are no rows", code="data-rows-none", who=self.name,
+                                fix="fetch or write the file again")
             from miles_datasets.builders import made
             from miles_datasets.values import holds_bytes
 

@@ -32,8 +32,8 @@ take over from Megatron-LM are in the list of those.
 
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """flags.toml whole: `flags`, `prefixes` of flags, sentences of `families`, names of `parts` that have another name
-    here, and what `others` have flags for."""
+    """flags.toml whole: `flags`, `prefixes` of flags, sentences of `families`, names of `parts`, or patterns of them,
+    that have another name here, and what `others` have flags for."""
     with Path(__file__).with_name("flags.toml").open("rb") as file:
         return tomllib.load(file)
 
@@ -87,7 +87,7 @@ class MilesFlags(Surface):
 
     def advice(self, name: str) -> str | None:
         """See Surface."""
-        part: str | None = table()["parts"].get(name)
+        part: str | None = next((text for like, text in table()["parts"].items() if fnmatchcase(name, like)), None)
         theirs = table()["others"].get(name)
         return part or refusal(f"--{name}") or (f"write {theirs}" if theirs else None)
 

@@ -212,7 +212,8 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
         images: of a model that reads them, what does, too.
 
     Raises:
-        CheckpointError: the directory is none, lacks tensors, or is of an architecture that transformers does not have.
+        CheckpointError: the directory is none, lacks tensors, holds apart what its config.json ties, or is of an
+            architecture that transformers does not have.
     """
     if not Path(folder, "config.json").is_file():
         raise CheckpointError("this is no Hugging Face directory", code="fsdp-source-unusable", who=folder,
@@ -232,6 +233,14 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
         raise CheckpointError("tensors of the model that config.json describes are not in its files", who=folder,
                               got=f"{len(missing)} missing: {', '.join(missing[:3])}", code="fsdp-tensors-missing",
                               fix="use a complete checkpoint of this architecture")
+    if apart := [name for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items()
+                 if model.get_parameter(name) is not model.get_parameter(other)]:  # transformers has left it so
+        raise CheckpointError("config.json ties tensors that differ in the files", code="fsdp-tied-tensors-differ",
+                              got=", ".join(apart), who=folder, fix='write "tie_word_embeddings": false into its '
+                              "config.json, or leave the tensor out of its files; engines would tie them")
+    if (unread := sorted(report["unexpected_keys"])) and not body:
+        logger.warning("%s has %d tensors that the model does not have, and that are left out: %s", folder, len(unread),
+                       ", ".join(unread[:3]) + ", ..." * (len(unread) > 3))
     _turn_back(model, Path(folder))
     for part in model.modules():
         if isinstance(part, torch.nn.Embedding):

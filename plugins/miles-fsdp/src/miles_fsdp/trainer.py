@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import Objective, in_micro_batches, with_advantage
+from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -58,7 +58,7 @@ class FsdpTrainer:
         self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
         self._batch: Batch | None = None
         self._sender: Sender | None = None
-        self._stepped = False
+        self._actor_step = ActorStep(config, hooks)
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -103,17 +103,8 @@ class FsdpTrainer:
         return metrics
 
     def step(self, index: int) -> dict[str, float]:
-        begin, around, access = time.perf_counter(), self.hooks.train_step, Access(self, index)
-
-        def proceed() -> dict[str, float]:
-            self._stepped = True
-            return self.train(ACTOR, access.samples, self.objective)
-
-        metrics = proceed() if around is None else around(proceed, access)
-        rollout = self.config.rollout
-        last = (self.batch.rollout_id + 1, index + 1) == (rollout.num_rollout, rollout.num_steps_per_rollout)
-        if last and not self._stepped:
-            logger.warning("the actor has made no step since the start: no hook train_step called proceed()")
+        begin, access = time.perf_counter(), Access(self, index)
+        metrics = self._actor_step(lambda: self.train(ACTOR, access.samples, self.objective), access)
         seconds = time.perf_counter() - begin
         tokens = sum(sample.length for sample in access.samples)
         return metrics | {"perf/actor_train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds,
@@ -297,7 +288,7 @@ class Access:
 
     def __init__(self, trainer: FsdpTrainer, index: int | None):
         self._trainer, self.batch, self.index = trainer, trainer.batch, index
-        self.samples = trainer.batch.samples if index is None else trainer.part(index)
+        self.samples: Sequence[Sample] = trainer.batch.samples if index is None else trainer.part(index)
 
     def forward(self, model: str, read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
         steps = range(self._trainer.config.rollout.num_steps_per_rollout or 1)

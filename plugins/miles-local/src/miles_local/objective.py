@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages.loss import LossInputs, Metrics, PolicyLoss, TokenWeights, reduce
-from miles_core.stages.step import ScoredRows
+from miles_core.stages.step import ScoredRows, TrainerAccess
 from miles_core.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -186,6 +186,25 @@ class Objective:
             got=f"{float(total[row])} at token {int(batch.offset[row])} of its response",
             who=f"policy loss {self._name!r}", fix="look at the sample's log-probs and reward; the optimizer has not "
             "seen it, so the last checkpoint is good")
+
+
+class ActorStep:
+    """The actor's optimizer step within the hook `train_step`, which may leave it out; warns at the run's last step if
+    there has been none."""
+
+    def __init__(self, config: RunConfig, hooks: Hooks):
+        self._rollout, self._around, self._made = config.rollout, hooks.train_step, False
+
+    def __call__(self, train: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
+        def proceed() -> dict[str, float]:
+            self._made = True
+            return train()
+
+        metrics = proceed() if self._around is None else self._around(proceed, access)
+        last = (self._rollout.num_rollout, self._rollout.num_steps_per_rollout)
+        if not self._made and access.index is not None and (access.batch.rollout_id + 1, access.index + 1) == last:
+            logger.warning("the actor has made no step since the start: no hook train_step called proceed()")
+        return metrics
 
 
 def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[Sample]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import Objective, in_micro_batches, with_advantage
+from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -66,7 +66,7 @@ class MegatronTrainer:
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
         self.sender: Sender | None = None
-        self._starting = self._stepped = False
+        self._starting, self._actor_step = False, ActorStep(config, hooks)
 
     @functools.cached_property
     def skips(self) -> bool:
@@ -115,23 +115,15 @@ class MegatronTrainer:
 
     def step(self, index: int) -> dict[str, float]:
         self._saving()
-        begin = time.perf_counter()
-        around, access = self.hooks.train_step, Access(self, index)
-
-        def proceed() -> dict[str, float]:
-            self._stepped = True
-            return self.train(self.models.actor, access.samples, self.objective)
-
+        begin, access = time.perf_counter(), Access(self, index)
         with self._phase(f"step {index}"):
-            metrics = proceed() if around is None else around(proceed, access)
+            metrics = self._actor_step(lambda: self.train(self.models.actor, access.samples, self.objective), access)
         if self._starting:
             self._started()
         metrics |= {"perf/actor_train_time": time.perf_counter() - begin}
         self.throughput.add({"perf/actor_train_time": metrics["perf/actor_train_time"]},
                             [sample.length for sample in access.samples])
         last = index + 1 == self.config.rollout.num_steps_per_rollout
-        if last and not self._stepped and self.batch.rollout_id + 1 == self.config.rollout.num_rollout:
-            logger.warning("the actor has made no step since the start: no hook train_step called proceed()")
         return metrics | self.throughput.rates() if last else metrics
 
     def _started(self) -> None:

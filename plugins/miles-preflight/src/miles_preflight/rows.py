@@ -19,7 +19,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 from miles_core.plugins.bind import bind
 from miles_core.plugins.select import Selected
-from miles_core.reading import field_of, format_of, reading, sliced
+from miles_core.reading import apart, field_of, format_of, reading, sliced
 from miles_preflight.chat_template import RenderingTokenizer, check_prompt
 from miles_preflight.paths import astray
 from miles_preflight.tokenizer import check_present
@@ -111,7 +111,7 @@ def _here(key: str, path: str, dataset: Mapping[str, Any] | None) -> bool:
     Raises:
         DataError: a file is not, and cannot be meant to come later.
     """
-    name = path.partition("@")[0]
+    name = apart(path)[0]
     if not _there(name) and (astray(name) or dataset is not None and not re.search("[./]", name)):
         raise DataError("the prompt file does not exist", who=f"{key}, {name}", fix="check the path",
                         code="prompt-file-missing")
@@ -119,7 +119,7 @@ def _here(key: str, path: str, dataset: Mapping[str, Any] | None) -> bool:
 
 
 def _read(file: File, readers: Mapping[str, Callable[[str, int], Records]]) -> File:
-    part, cut = sliced(file.how.path)[1], file.how.path.partition("@")[2]
+    part, cut = sliced(file.how.path)[1], apart(file.how.path)[1]
     with reading(file.origin):
         try:
             records = readers[format_of(file.how.path)](file.how.path, LOOKED_AT)
@@ -138,7 +138,7 @@ def _read(file: File, readers: Mapping[str, Callable[[str, int], Records]]) -> F
 
 def present(config: RunConfig) -> bool:
     """Whether the prompts are here. A plan may be made before; a run cannot begin, so what needs them can wait."""
-    return config.rollout.prompt_source not in OF_ROWS or _there(str(config.rollout.prompt_data).partition("@")[0])
+    return config.rollout.prompt_source not in OF_ROWS or _there(apart(str(config.rollout.prompt_data))[0])
 
 
 def _there(name: str) -> bool:

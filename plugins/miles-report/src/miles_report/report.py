@@ -22,15 +22,24 @@ def write_report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | 
     Raises:
         RunDirectoryError: this is no run, a file of it is damaged, or `out` cannot be written.
     """
-    run = RunDirectory.existing(run_dir)
-    with reading(f"{run.path}/", RunDirectoryError):
-        data = collect(run, limits or Limits())
-        page, _ = render(f"{data['run']['name']} · Miles", data)
+    page = made(run_dir, limits)
     try:
-        return publish(run.path / "report.html" if out is None else out, page)
+        return publish(Path(run_dir, "report.html") if out is None else out, page)
     except RunDirectoryError as error:  # of a run that is only read, maybe somebody else's
         error.fix = "write it into another folder, which is there, with -o FILE"
         raise
+
+
+def made(run_dir: str | os.PathLike[str], limits: Limits | None = None) -> str:
+    """The same page, not written anywhere.
+
+    Raises:
+        RunDirectoryError: this is no run, or a file of it is damaged.
+    """
+    run = RunDirectory.existing(run_dir)
+    with reading(f"{run.path}/", RunDirectoryError):
+        data = collect(run, limits or Limits())
+        return render(f"{data['run']['name']} · Miles", data)[0]
 
 
 def collect(run: RunDirectory, limits: Limits) -> dict[str, object]:

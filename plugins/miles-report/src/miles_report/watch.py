@@ -43,12 +43,12 @@ class Watched:
         path: its folder.
 
     Raises:
-        RunDirectoryError: this is a file.
+        RunDirectoryError: this is a file, or its events.jsonl is a pipe, which would be waited for.
     """
 
     def __init__(self, path: str | os.PathLike[str], limits: Limits = LIMITS):
         self.run, self.limits, self._mutex = RunDirectory(path), limits, threading.Lock()
-        if self.run.path.exists() and not self.run.path.is_dir():
+        if self.run.events.is_fifo() or self.run.path.exists() and not self.run.path.is_dir():
             RunDirectory.existing(path)
         self._follower = Follower(self.run.events)
         self._listed: tuple[object, list[Item]] = (None, [])

@@ -119,8 +119,7 @@ class InFlightRequest:
             stops |= self._facts.stops
         self.rid = f"{uuid.uuid4().hex}-{self.request.id}"
         params = {
-            "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "max_new_tokens": min(sampling.max_new_tokens, self._facts.context - len(self.request.input_ids)) - drawn,
             "min_new_tokens": least, "stop": list(sampling.stop), "stop_token_ids": sorted(stops),
             "ignore_eos": sampling.ignore_eos, "skip_special_tokens": sampling.skip_special_tokens,

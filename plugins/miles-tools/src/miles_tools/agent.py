@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from miles_core.errors import ConfigError, RewardError
+from miles_core.errors import ConfigError, RewardError, RolloutError
 from miles_core.stages.rollout import Generation
 from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SCORER = "agent"
 LOOK = 0.5
 """Seconds between two looks at whether a group was called back."""
+HUNG = 64
+"""Agents that took too long, with none that has ended before, after which the run ends: all others would, too."""
 
 
 def check(options: ToolsOptions, config: RunConfig) -> None:
@@ -65,6 +67,7 @@ class Agents:
         self._function: Callable[..., Any] | None = None
         self._tokenizer = None
         self._turns = asyncio.Semaphore(options.agent_concurrency)
+        self._hung, self._ended = 0, False
         self._server = SessionServer()
 
     async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:
@@ -75,6 +78,7 @@ class Agents:
             DataError: the chat template rewrites earlier turns.
             EngineError: the engine failed under an agent.
             RewardError: an agent rewards itself in a run whose scorers do not ask for that.
+            RolloutError: the first HUNG agents all took too long.
         """
         done = {sample.index: sample for sample in generation.begun if sample.status is not Status.ABORTED}
         calls = [asyncio.ensure_future(self.sample(prompt, index, generation))
@@ -132,6 +136,12 @@ class Agents:
                     return {}, CALLED_BACK
             if session.error is not None:
                 raise session.error
+            self._ended |= agent.done()
+            self._hung += not agent.done()
+            if self._hung >= HUNG and not self._ended:
+                raise RolloutError(f"none of {self._hung} agents has ended in its time", code="agents-hang",
+                                   got=f"{self._options.agent_timeout:g} s each", who=self._who,
+                                   fix="try the agent on one prompt by itself, or raise --agent-timeout")
             if not agent.done():
                 return {}, Failure("agent_timeout", f"the agent took longer than {self._options.agent_timeout:g} s")
             return figures_of(agent.result()), None

@@ -1,8 +1,9 @@
 """Several turns: draw, make the calls, append their answers, draw again; token in, token out.
 
 A conversation ends with a turn that calls no tool or calls one of `ending_tools` (completed), when its tokens or turns
-are used up (truncated), when the engine is told to end it (aborted: it goes on later with what it has), or by an image
-that cannot be shown (failed). A draw depends on generation.key(sample, engine call) alone.
+are used up or its calls overrun again and again (truncated), when the engine is told to end it (aborted: it goes on
+later with what it has), or by an image that cannot be shown (failed). A draw depends on generation.key(sample, engine
+call) alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from miles_tools.plugin import ToolsOptions
     from miles_tools.sandbox import Sandbox
 
-FIGURES = ("turns", "tool_calls", "tool_errors", "tool_time")
+FIGURES = ("turns", "tool_calls", "tool_errors", "tool_overruns", "tool_time")
+OVERRUNS = 3
+"""Calls of a sample that use up their time, after which it is truncated: a tool that hangs would do so in each turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,7 +148,11 @@ class _Conversation:
             return Status.COMPLETED
         if self._figures["turns"] >= options.generate_max_turns:
             return Status.TRUNCATED
-        answers = [await self._answer(call) for call in calls]
+        answers = []
+        for call in calls:
+            answers.append(await self._answer(call))
+            if self._figures["tool_overruns"] >= OVERRUNS:
+                return Status.TRUNCATED
         return self._append([{"role": options.tool_role, "name": call.name, "content": self._content(answer),
                               "tool_call_id": f"call_{number}"}
                              for number, (call, answer) in enumerate(zip(calls, answers, strict=True))],
@@ -170,6 +177,7 @@ class _Conversation:
         answer = await self._shared.toolbox.answer(call)
         self._figures["tool_calls"] += 1
         self._figures["tool_errors"] += answer.failed
+        self._figures["tool_overruns"] += answer.overran
         self._figures["tool_time"] += answer.seconds
         return answer
 

@@ -194,7 +194,7 @@ def _refuse_others(data: Mapping[str, object]) -> None:
 def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, ...]:
     """Names of the sampling parameters in a request that are not the run's."""
     ours = {"temperature": (sampling.temperature,), "top_p": (sampling.top_p,),
-            "top_k": (sampling.top_k, *((-1, 0) if sampling.top_k in (-1, 0) else ()))}
+            "top_k": (sampling.top_k, *((0,) if sampling.top_k == -1 else ()))}
     return tuple(name for name, same in {**ours, **NEUTRAL}.items()
                  if data.get(name) is not None and data[name] not in same)
 

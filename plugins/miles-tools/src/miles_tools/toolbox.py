@@ -40,12 +40,14 @@ class Answer:
     """What a call brought: the text for the model, whether it failed, wall seconds.
 
     Args:
+        overran: it used up the time of a call.
         parts: in place of the text where there are images: dicts of type "text" or "image", in their order.
     """
 
     text: str
     failed: bool = False
     seconds: float = 0.0
+    overran: bool = False
     parts: tuple[dict[str, str], ...] = ()
 
     @property
@@ -165,7 +167,7 @@ class Toolbox:
             outcome = await self._sandbox.call(tool.source, tool.file, tool.name, arguments)
         if outcome.kind != "ok":
             return Answer("\n".join(filter(None, (outcome.output.rstrip(), explain(outcome, self._sandbox.limits)))),
-                          failed=True, seconds=outcome.seconds)
+                          failed=True, seconds=outcome.seconds, overran=outcome.kind in ("time", "cpu"))
         return _answer(outcome)
 
 

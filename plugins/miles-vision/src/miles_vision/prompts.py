@@ -11,6 +11,7 @@ from miles_core.build import load_tokenizer
 from miles_core.config import RunConfig
 from miles_core.config.load import config_json
 from miles_core.errors import DataError
+from miles_core.reading import apart
 from miles_core.stages.prompts import render
 from miles_core.types import IMAGES, Drop, Prompt, images_of
 from miles_vision import processor
@@ -32,7 +33,7 @@ class Preparation:
         self._tokenizer = load_tokenizer(config)
         self._token = processor.placeholders(config_json(config)[1] or {})[0]
         paths = [config.rollout.prompt_data, *(dataset["path"] for dataset in config.eval.every)]
-        beside = [Path(str(path).partition("@")[0]).resolve().parent for path in paths if path]
+        beside = [Path(apart(str(path))[0]).resolve().parent for path in paths if path]
         self._folders = list(dict.fromkeys([Path.cwd(), *beside]))
 
     def __call__(self, prompt: Prompt) -> Prompt | Drop:

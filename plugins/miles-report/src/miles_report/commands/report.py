@@ -10,7 +10,7 @@ import click
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Output file; default: RUN/report.html.")
+              help="Output file, - for standard output; default: RUN/report.html.")
 @click.option("--open/--no-open", "show", default=False, show_default=True, help="Open it in the web browser.")
 def report(run: Path, output: Path | None, show: bool) -> None:
     """Write a report of RUN, the folder that --run-dir named: curves, time, samples, log and plan.
@@ -18,8 +18,13 @@ def report(run: Path, output: Path | None, show: bool) -> None:
     The page is one file without any reference to the network, so it can be sent around. A run that is still going may
     be reported too.
     """
-    from miles_report.report import write_report
+    from miles_report.report import made, write_report
 
+    if output == Path("-"):
+        if show:
+            raise click.UsageError("--open needs a file, and -o - writes none")
+        click.echo(made(run), nl=False)
+        return
     page = write_report(run, output)
     click.echo(f"Wrote {page} ({page.stat().st_size / 1e6:.1f} MB)")
     if show:

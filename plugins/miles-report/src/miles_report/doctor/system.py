@@ -93,7 +93,7 @@ def interrupted(run: Record) -> Iterator[Finding]:
     """Somebody stopped it."""
     if run.end is not None and run.end.get("status") == "interrupted":
         yield Finding("note", f"the run was interrupted after {len(run.metrics)} rollouts",
-                      "it ended cleanly, by Ctrl-C or SIGTERM", _go_on(run), run.where(run.end))
+                      "it ended cleanly, by Ctrl-C, SIGTERM or a closed terminal", _go_on(run), run.where(run.end))
 
 
 def disk(run: Record) -> Iterator[Finding]:
