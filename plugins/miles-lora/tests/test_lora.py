@@ -94,6 +94,17 @@ def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layou
     assert base and not any(gradient.any() for gradient in base.values())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2-sp-etp2", "tp2-sp-ep2"])
+def test_a_norm_counts_every_adapter_of_experts_once(checkpoint, adapter, plan, one, two, layout):
+    """Also where a rank has experts whole that has a part of the dense layers."""
+    kind, flags = LAYOUTS[layout]
+    plain = (*LORA, "--lora-adapter-path", adapter(kind), "--clip-grad", 0.1)
+    norms = [ranks.train(plan(checkpoint(kind), *plain, *more), rollouts())["steps"][0]["train/grad_norm"]
+             for ranks, more in ((one, ()), (two, flags))]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_the_gradient_is_that_of_peft(checkpoint, adapter, plan, one):
     """A step's gradient against autograd through PEFT's own layers, of transformers' model."""

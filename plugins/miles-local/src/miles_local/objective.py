@@ -17,7 +17,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages.loss import LossInputs, Metrics, PolicyLoss, TokenWeights, reduce
 from miles_core.stages.step import ScoredRows, TrainerAccess
-from miles_core.types import Sample
+from miles_core.types import Sample, Status
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +224,11 @@ def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[
 
 
 def in_micro_batches(samples: Sequence[Sample], indices: Sequence[Sequence[int]]) -> list[list[Sample]]:
-    """A rank's micro-batches as packing.schedule has them: the index after the last is the shortest sample without a
-    token to train on, which no step's weights know."""
+    """A rank's micro-batches as packing.schedule has them: the index after the last is a filler, the shortest sample
+    without a token to train on, which no step's weights know; it is ABORTED, as no sample is that is trained on."""
     if any(len(samples) in part for part in indices):
         shortest = min(samples, key=lambda sample: sample.length)
         nothing = np.zeros_like(shortest.columns["loss_mask"])
-        samples = [*samples, replace(shortest, columns={**shortest.columns, "loss_mask": nothing})]
+        samples = [*samples, replace(shortest, status=Status.ABORTED,
+                                       columns={**shortest.columns, "loss_mask": nothing})]
     return [[samples[i] for i in part] for part in indices]

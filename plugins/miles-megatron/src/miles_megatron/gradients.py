@@ -45,6 +45,11 @@ class MegatronGradients:
         self._pieces: list[Piece] | None = None
         self._group: str | None = None
         self._apart: dict[str, str] = {}
+        # What a rank has of experts is no copy where they are cut by other ranks than dense layers: a norm without it,
+        # and the clipping by it, would be too small. Megatron asks the dense layers' ranks.
+        for part in _parts(optimizer):
+            if part.optimizer.param_groups[0]["is_expert_parallel"]:
+                part.tp_group = parallel_state.get_expert_tensor_parallel_group()
 
     @property
     def pieces(self) -> list[Piece]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from miles_local.transfer import on_device
 
 from miles_core.columns import Columns, Packed, split
-from miles_core.types import Sample
+from miles_core.types import Sample, Status
 from miles_megatron.packed_layout import ROWS
 
 
@@ -21,7 +21,8 @@ class MicroBatch:
     """Packed samples and their trained prediction rows; T rows on this rank, N of them trained on.
 
     Args:
-        packed: this rank's rows of all columns; rows["targets"] is the token that each row predicts.
+        packed: this rank's rows of all columns; rows["targets"] is the token that each row predicts, rows["padding"]
+            whether it is none of a sample's, or a filler's (miles_local/objective.py).
         boundaries: [n+1] where each sample's rows begin, counted over all context-parallel ranks.
         index: [N] int64, the trained rows.
         sample: [N] int64, which of `samples` each belongs to.
@@ -89,6 +90,9 @@ def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.Process
     # Before any split, so that every row knows its target and its place.
     packed.rows["targets"] = np.roll(packed.rows["tokens"], -1)
     places = np.arange(len(packed.rows["tokens"]))
+    ends = [0 if s.status is Status.ABORTED else s.length for s in samples]
+    owner = np.searchsorted(boundaries, places, side="right") - 1
+    packed.rows["padding"] = places - boundaries[owner] >= np.array([*ends, 0])[owner]
     if size > 1:
         packed.rows["places"] = places
         packed = split(packed, rank, size)

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -41,6 +42,12 @@ ALWAYS_OFF = {
 }
 """Switches that the layers here keep off, with what they would need."""
 
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Fields of TransformerConfig: what multiplies losses of routers, of all tokens that they see."""
+
+_PADDING = 4
+"""Of what GPTModel._preprocess returns behind the embeddings: where the mask of padding is."""
+
 LOCAL_ONLY_OFF = {
     "moe_permute_fusion": "Transformer Engine",
     "moe_grouped_gemm": "Transformer Engine or the grouped_gemm package",
@@ -68,6 +75,7 @@ class LanguageModel(GPTModel):
         embedded, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if packed_seq_params is not None:
             packed_seq_params.tokens = kwargs["input_ids"]
+            others[_PADDING] = packed_seq_params.padding = router_padding(self.config, packed_seq_params.padding)
         if self.pre_process and self.embedding_scale != 1:
             # Rounded to the embedding's dtype first, as Hugging Face's Gemma does.
             embedded = embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype, device=embedded.device)
@@ -92,6 +100,22 @@ class LanguageModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+def routers_learn(config: TransformerConfig) -> bool:
+    """Whether routers learn from every token, whatever its advantage: by losses, or by a bias that is moved."""
+    moved = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    lost = any(np.any(getattr(config, name) or 0) for name in ROUTER_LOSSES)
+    return config.num_moe_experts is not None and bool(moved or lost)
+
+
+def router_padding(config: TransformerConfig, padding: torch.Tensor | None) -> torch.Tensor | None:
+    """[1, t], which of the rows that this rank's routers see are padding, of [T] of its rows; None where they do not
+    learn. Layouts differ in padding: counted, it would be learnt from, and differently in each."""
+    if padding is None or not routers_learn(config):
+        return None
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return padding.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0][None]
 
 
 def transformer_config(
@@ -124,6 +148,7 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": virtual_pipeline, "context_parallel_size": context,
         "expert_model_parallel_size": expert, "expert_tensor_parallel_size": expert_tensor or tensor,
         "sequence_parallel": sequence_parallel, "bf16": bf16, "params_dtype": dtype, "pipeline_dtype": dtype,
+        "calculate_per_token_loss": True,
     }  # fmt: skip
     if virtual_pipeline is not None:
         layout |= _INTERLEAVED

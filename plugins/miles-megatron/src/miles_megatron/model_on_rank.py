@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from miles_core.config.tables import RunConfig
@@ -21,7 +20,14 @@ from miles_megatron import cpu, gradients, hf_config, optimizer, unread, value, 
 from miles_megatron.config_overrides import check_architecture, overrides_for
 from miles_megatron.host_memory import host_copy, synchronise
 from miles_megatron.layout import Layout
-from miles_megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
+from miles_megatron.model import (
+    ALWAYS_OFF,
+    LOCAL_ONLY_OFF,
+    ROUTER_LOSSES,
+    build,
+    routers_learn,
+    transformer_config,
+)
 from miles_megatron.module_specs import modules_of
 from miles_megatron.offload import Offload
 
@@ -29,9 +35,6 @@ cpu.install()
 
 from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-
-ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-"""Fields of TransformerConfig: what multiplies losses of routers, of all tokens that they see."""
 
 
 class ModelOnRank:
@@ -163,11 +166,8 @@ class ModelOnRank:
 
     @property
     def balances(self) -> bool:
-        """Whether routers learn from every token, whatever its advantage: by losses, or by a bias that is moved."""
-        settings = self.settings
-        moved = settings.moe_router_enable_expert_bias and settings.moe_router_bias_update_rate
-        lost = any(np.any(getattr(settings, name) or 0) for name in ROUTER_LOSSES)
-        return settings.num_moe_experts is not None and bool(moved or lost)
+        """See model.routers_learn."""
+        return routers_learn(self.settings)
 
     @contextmanager
     def router_losses(self, tokens: int) -> Iterator[None]:

@@ -132,9 +132,8 @@ def wrap(
     """Model chunks with fp32 gradient buffers that `finalize_model_grads` sums over data-parallel ranks.
 
     The sum is not divided by the number of ranks, because miles divides in the loss (stages/loss.py); that is what
-    `calculate_per_token_loss` means to DDP.
+    `calculate_per_token_loss` means to DDP; `transformer_config` sets it, as routers look when they are made.
     """
-    config.calculate_per_token_loss = True
     low = config.bf16 or config.fp16
     with _refusals("[perf] and [optimizer]"):
         ddp = DistributedDataParallelConfig(**_fields(

@@ -157,12 +157,14 @@ class PackedRows(PackedSeqParams):
         last: [T] int64 of this rank's rows, the place in its sequence of the last key that each sees; None where it is
             the row's own.
         replaced: embeddings [t, 1, H] of this rank's rows, and the number of the first -> with others in place of some.
+        padding: [T] bool of this rank's rows, those that routers learn nothing from; the model makes it what they take.
     """
 
     positions: torch.Tensor | None = field(default=None, repr=False, compare=False)
     last: torch.Tensor | None = field(default=None, repr=False, compare=False)
     tokens: torch.Tensor | None = field(default=None, repr=False, compare=False)
     replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    padding: torch.Tensor | None = field(default=None, repr=False, compare=False)
     layout: PackedLayout | None = field(default=None, repr=False, compare=False)
     _on_device: PackedSeqParams | None = field(default=None, repr=False, compare=False)
     _tables: dict[tuple[Rope, torch.dtype], list[torch.Tensor]] = field(default_factory=dict, repr=False, compare=False)
@@ -199,20 +201,21 @@ class PackedRows(PackedSeqParams):
 
 
 def packed_rows(cu_seqlens, replaced: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
-                positions: torch.Tensor | None = None, last: torch.Tensor | None = None) -> PackedRows:
+                positions: torch.Tensor | None = None, last: torch.Tensor | None = None,
+                padding: torch.Tensor | None = None) -> PackedRows:
     """Describe packed sequences to the model.
 
     Args:
         cu_seqlens: [n+1] integers (list, array or tensor), where each sequence begins, padding included. Under context
             parallelism these are the boundaries before the rows are split among ranks.
-        replaced, positions, last: see PackedRows.
+        replaced, positions, last, padding: see PackedRows.
     """
     cu = torch.as_tensor(cu_seqlens, dtype=torch.int32)
     longest = int((cu[1:] - cu[:-1]).max()) if len(cu) > 1 else 0
     return PackedRows(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
         max_seqlen_q=longest, max_seqlen_kv=longest, replaced=replaced, positions=positions,
-        last=last,
+        last=last, padding=padding,
     )  # fmt: skip
 
 

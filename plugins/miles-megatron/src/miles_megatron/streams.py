@@ -76,7 +76,7 @@ class StreamLayer(TransformerLayer):
 
     def feed(self, normed: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
         """The MLP: [t, b, H] -> [t, b, H]."""
-        output: torch.Tensor = self.mlp(normed)[0]
+        output: torch.Tensor = self.mlp(normed, padding_mask=getattr(packed_seq_params, "padding", None))[0]
         return output
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from miles_megatron import cpu
 from miles_megatron.logprob import token_log_probs
-from miles_megatron.model import LanguageModel, layer_spec
+from miles_megatron.model import LanguageModel, layer_spec, router_padding
 from miles_megatron.module_specs import modules_of
 from miles_megatron.packed_layout import packed_rows
 from miles_megatron.specs import ModelSpec
@@ -89,6 +89,8 @@ class Predictors(MultiTokenPredictionBlock):
             torch.default_generator.manual_seed(seed)
             super().__init__(config, MultiTokenPredictionBlockSubmodules([layer] * config.mtp_num_layers),
                              chunk.vp_stage)
+        for layer in self.layers:  # Megatron's has no argument for it
+            layer.transformer_layer.register_forward_pre_hook(_with_padding, with_kwargs=True)
         self.softcap, self.vocab_size = spec.logit_softcap, spec.vocab_size
         self._chunk = (chunk,)  # in a tuple: not a part of this module
         self._copy: tuple[LanguageModelEmbedding, ...] = ()
@@ -116,6 +118,10 @@ class Predictors(MultiTokenPredictionBlock):
     def drop_embedding(self) -> None:
         """The inverse."""
         self._copy = ()
+
+
+def _with_padding(_layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return args, {**kwargs, "padding_mask": kwargs["packed_seq_params"].padding}
 
 
 class OverRanks(torch.autograd.Function):
@@ -157,7 +163,11 @@ def token_losses(predictors: Predictors, hidden: torch.Tensor, packed: Packed) -
     rows = _WholeRows(packed, group)
     hidden = hidden.to(weight.dtype)
     total = torch.zeros(len(rows.tokens), dtype=torch.float32, device=device)
-    seen, trained = packed_rows(rows.boundaries), np.flatnonzero(rows.mask)
+    # The last tokens of a sample see what lies behind it, which is no business of their routers either.
+    owner = np.searchsorted(rows.boundaries, rows.mine, side="right") - 1
+    behind = rows.mine + len(predictors.layers) >= rows.boundaries[owner] + np.array([*packed.lengths, 0])[owner]
+    padding = router_padding(chunk.config, torch.from_numpy(packed.rows["padding"] | behind).to(device))
+    seen, trained = packed_rows(rows.boundaries, padding=padding), np.flatnonzero(rows.mask)
     first = rows.boundaries[np.searchsorted(rows.boundaries, trained, side="right") - 1]
     for depth, layer in enumerate(predictors.layers, 1):
         ahead = rows.tokens[np.minimum(rows.mine + depth, len(rows.tokens) - 1)]

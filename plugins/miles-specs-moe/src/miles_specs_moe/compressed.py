@@ -216,7 +216,7 @@ class Router(TopKRouter):
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * (self.config.moe_router_topk_scaling_factor or 1)
         routed = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
-        self._apply_expert_bias(routed)
+        self._apply_expert_bias(routed, None if padding_mask is None else padding_mask.flatten())
         return torch.zeros_like(scores).scatter(1, chosen, weights), routed
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
