@@ -241,8 +241,8 @@ class Lora:
         """A base and the adapters of --lora-adapter-path, or those among its tensors, become a model without."""
         from miles_lora.merge_folder import merge_folder
 
-        path, said = self.options.lora_adapter_path, "lora_alpha" in self.config.options.get("lora", {})
-        return merge_folder(source, out, Path(path) if path else None, self.options.lora_alpha if said else None)
+        path, stated = self.options.lora_adapter_path, "lora_alpha" in self.config.options.get("lora", {})
+        return merge_folder(source, out, Path(path) if path else None, self.options.lora_alpha if stated else None)
 
     def _adapt(self, module: PreTrainedModel, folder: Path) -> None:
         """The same as for Megatron's layers, for a module of transformers that comes from a folder."""
