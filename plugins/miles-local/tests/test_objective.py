@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from miles_local.objective import ActorStep
+from miles_local.objective import ActorStep, with_advantage
 
-from miles_core.config.tables import Rollout, RunConfig
+from miles_core.config.tables import Perf, Rollout, RunConfig
 
 
 @pytest.mark.parametrize(("proceeds", "warns"), [((), True), ((0,), False), ((3,), False)])
@@ -31,3 +32,21 @@ def test_a_run_whose_actor_never_stepped_is_warned_of_at_its_end(caplog, proceed
 def test_without_a_hook_the_actor_just_steps():
     step = ActorStep(RunConfig(), SimpleNamespace(train_step=None))
     assert step(lambda: {"made": 1.0}, SimpleNamespace(batch=SimpleNamespace(rollout_id=0), index=0)) == {"made": 1.0}
+
+
+@pytest.mark.parametrize(("perf", "at_once", "left"), [
+    (Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=8), 4, 2), (Perf(micro_batch_size=1), 2, 2),
+    (Perf(micro_batch_size=2), 2, 4), (Perf(micro_batch_size=3), 2, 6),
+])
+def test_what_trains_nothing_stays_only_where_micro_batches_of_so_many_samples_want_it(perf, at_once, left):
+    """Metrics of what stays would be others on other numbers of ranks."""
+    samples = [SimpleNamespace(index=index, columns={"advantages": np.full(3, value), "loss_mask": np.ones(3, np.uint8)})
+               for index, value in enumerate((0.0, 1.0, 0.0, 0.0, -1.0, 0.0, 0.0))]
+    taken = [sample.index for sample in with_advantage(samples, perf, at_once)]
+    assert len(taken) == left and {1, 4} <= set(taken) and taken == sorted(taken)
+
+
+def test_a_step_whose_samples_all_train_nothing_has_one():
+    silent = [SimpleNamespace(columns={"advantages": np.zeros(3), "loss_mask": np.ones(3, np.uint8)}) for _ in range(3)]
+    [left] = with_advantage(silent, Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=8), 2)
+    assert left is silent[0]

@@ -208,14 +208,15 @@ class ActorStep:
 
 
 def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[Sample]:
-    """The samples that can have a gradient, in their order, and as many others as make a multiple, at least one.
+    """The samples that can have a gradient, in their order, at least one; where micro-batches have a fixed number of
+    samples, as many others as fill them.
 
     Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
 
     Args:
         at_once: micro-batches, of which the ranks run a multiple.
     """
-    multiple = at_once * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
+    multiple = 1 if perf.use_dynamic_batch_size else at_once * perf.micro_batch_size
     zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
     taken = len(samples) - len(zero)
     fill = max(multiple, -(-taken // multiple) * multiple) - taken
