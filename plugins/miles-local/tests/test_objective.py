@@ -40,8 +40,9 @@ def test_without_a_hook_the_actor_just_steps():
 ])
 def test_what_trains_nothing_stays_only_where_micro_batches_of_so_many_samples_want_it(perf, at_once, left):
     """Metrics of what stays would be others on other numbers of ranks."""
-    samples = [SimpleNamespace(index=index, columns={"advantages": np.full(3, value), "loss_mask": np.ones(3, np.uint8)})
-               for index, value in enumerate((0.0, 1.0, 0.0, 0.0, -1.0, 0.0, 0.0))]
+    values = (0.0, 1.0, 0.0, 0.0, -1.0, 0.0, 0.0)
+    samples = [SimpleNamespace(index=i, columns={"advantages": np.full(3, value), "loss_mask": np.ones(3, np.uint8)})
+               for i, value in enumerate(values)]
     taken = [sample.index for sample in with_advantage(samples, perf, at_once)]
     assert len(taken) == left and {1, 4} <= set(taken) and taken == sorted(taken)
 
