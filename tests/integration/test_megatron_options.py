@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from miles_megatron.checks import HERE
 from miles_megatron.flags import taken
 from miles_megatron.surface import surface
 
@@ -118,13 +119,13 @@ READ = {
     "who does what, and when": {
         "perform_initialization", "use_cpu_initialization", "deterministic_mode", "deallocate_pipeline_outputs",
         "recompute_granularity", "moe_layer_recompute", "config_logger_dir", "attention_backend",
-        "moe_token_dispatcher_type", "moe_router_topk_limited_devices", "use_distributed_optimizer",
+        "moe_token_dispatcher_type", "use_distributed_optimizer",
         "overlap_param_gather", "overlap_grad_reduce", "align_param_gather", "check_for_large_grads", "bucket_size",
         "pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation",
         "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split"},
     "precision that a run in float32 has": {
-        "fp32_residual_connection", "attention_softmax_in_fp32", "moe_router_dtype", "grad_reduce_in_fp32"},
+        "attention_softmax_in_fp32", "moe_router_dtype", "grad_reduce_in_fp32"},
     "of a loss or a decay that this run has not": {"moe_router_load_balancing_type", "apply_wd_to_qk_layernorm"},
 }
 """What reaches Megatron-core, is read there, and changes no number of one step on one rank: why not."""
@@ -159,11 +160,24 @@ def test_a_closed_trainer_leaves_neither_models_nor_threads(tmp_path):
 
 @pytest.mark.parametrize(("flags", "word"), [
     ("--moe-router-load-balancing-type aux_los", "aux_los"),
+    ("--moe-router-load-balancing-type sinkhorn", "sinkhorn"),
+    ("--fp32-residual-connection", "fp32-residual-connection"),
     ("--overlap-param-gather-with-optimizer-step", "optimizer"),
 ])
 def test_what_megatron_core_would_ignore_or_trip_over_is_refused_by_the_plan(flags, word, tmp_path):
     with pytest.raises(MilesError, match=word):
         planned(tmp_path, *MIXTURE, *flags.split())
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--moe-router-load-balancing-type seq_aux_loss", {"seq_aux_loss"}),
+    ("--moe-router-load-balancing-type aux_loss --no-moe-router-force-load-balancing", set()),
+    ("--moe-expert-capacity-factor 1 --moe-router-force-load-balancing", {
+        "moe_expert_capacity_factor", "moe_router_force_load_balancing"}),
+])
+def test_what_acts_otherwise_than_its_name_says_is_announced(flags, said, tmp_path):
+    notes = planned(tmp_path, *MIXTURE, *flags.split()).notes
+    assert {name for name in HERE if any(note.startswith(name) for note in notes)} == said
 
 
 @pytest.mark.parametrize(("flags", "names"), [

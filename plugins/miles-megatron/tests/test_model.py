@@ -142,6 +142,15 @@ def test_defaults_can_be_overridden(hf_model):
     assert changed.moe_router_load_balancing_type == "aux_loss"
 
 
+def test_experts_are_not_grouped_by_the_ranks_that_hold_them(hf_model):
+    """Megatron makes as many groups as there are expert-parallel ranks: with two, log-probs are another model's."""
+    from miles_megatron import families
+
+    with pytest.raises(ConfigError, match="moe_router_topk_limited_devices") as caught:
+        config(families.FAMILIES["qwen3_moe"].model_spec(hf_model(moe=True).config), moe_router_topk_limited_devices=1)
+    assert caught.value.code == "constant-disagrees-with-checkpoint"
+
+
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"hidden_act": "gelu"}, {"use_sliding_window": True}])
 def test_variants_that_are_not_modelled_are_refused(hf_model, change):
     import copy

@@ -152,6 +152,7 @@ def test_stretches_of_parameters_are_refused_where_they_would_be_made(hf_model, 
 
 @pytest.mark.parametrize(("flags", "code", "fact"), [
     (("--use-distributed-optimizer",), "muon-option", "whole matrices"),
+    (("--no-decoupled-weight-decay",), "muon-option", "decay"),
     (("--optimizer-cpu-offload",), "muon-option", "optimizer_cpu_offload"),
     (("--muon-num-ns-steps", 0), "muon-option", "1 or more"),
     (("--muon-momentum", 1.5), "muon-option", "0 to 1"),

@@ -187,6 +187,15 @@ def test_the_policy_trains_to_the_same_bits_with_and_without(checkpoint, plan, o
             assert key.startswith("perf/") or step[key] == other[key], key
 
 
+def test_fresh_layers_are_drawn_whatever_becomes_of_the_others(checkpoint, plan, one):
+    """--no-initialization leaves memory as it is, for a checkpoint to fill; their numbers were those that lay there."""
+    [batch] = batches(1, vocab=SIZES["vocab_size"])
+    plain = ["--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0, *TRAIN]
+    _, expected = one.gradients(plan(checkpoint(), *plain), batch)
+    _, found = one.gradients(plan(checkpoint(), *plain, "--no-initialization"), batch)
+    assert all(np.array_equal(gradient, found[name]) for name, gradient in expected.items())
+
+
 @pytest.mark.full
 def test_the_gradient_of_the_policy_is_the_same_bits(checkpoint, plan, one):
     """Also with every layer recomputed, and also without a checkpoint's layers: those are drawn by the seed."""

@@ -122,7 +122,6 @@ def test_no_expert_is_the_same_from_both_kinds_of_routes():
 
 @pytest.mark.parametrize(("flags", "message"), [
     (("--moe-router-fusion",), "fused router.*moe_router_fusion"),
-    (("--moe-router-load-balancing-type", "sinkhorn"), "Sinkhorn"),
     (("--r3.compare-every", -1), "counts rollouts.*-1"),
     (("--use-routing-replay", "--use-rollout-logprobs"), "log-prob pass, which this run does not have"),
     (("--use-routing-replay", "--skip-actor-forward-only"), "log-prob pass, which this run does not have"),

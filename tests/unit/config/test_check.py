@@ -112,6 +112,18 @@ def test_documented_overrides_are_announced(plan, text):
     assert any(text in note for note in made.notes) and text in made.to_text()
 
 
+@pytest.mark.parametrize(("flags", "idle"), [
+    *((["--lr-decay-style", style, "--min-lr", 1e-7, "--lr-decay-iters", 2], []) for style in (
+        "linear", "cosine", "inverse-square-root")),
+    (["--min-lr", 1e-7, "--lr-decay-iters", 2], ["min_lr", "lr_decay_iters"]),
+    (["--lr-warmup-fraction", 0.5, "--lr-decay-iters", 2], []),  # a share of these
+    (["--lr-warmup-fraction", 0.5, "--lr-warmup-iters", 1], ["lr_warmup_fraction"]),
+])
+def test_what_a_schedule_does_not_read_is_said_of_nothing_else(plan, flags, idle):
+    [*said] = (note for note in plan(*flags).notes if "nothing that is enabled reads" in note)
+    assert [word.partition("optimizer.")[2].strip(",") for note in said for word in note.split()[5:]] == idle
+
+
 def test_an_eval_dataset_knows_its_keys(plan, run_file):
     from miles_core.config.check import check
     from miles_core.config.load import load

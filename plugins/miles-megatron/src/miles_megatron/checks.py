@@ -10,10 +10,14 @@ from miles_core.errors import ConfigError
 
 NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 """Fields that draw random numbers in every pass: old policy, engine and trained policy would be three models."""
-BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
-"""Values of moe_router_load_balancing_type. The router compares it with each, and takes any other for none."""
-DRAWN = ("init_method_std", "embedding_init_method_std")
-"""Of weights that Megatron draws: those of a checkpoint take their place before anything is computed."""
+BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+"""Of moe_router_load_balancing_type. By "sinkhorn" experts are others than the engine's, by the unknown as they are."""
+_DRAWN = "is of weights that the checkpoint does not have, as fresh layers of plugin mtp; its own take their place"
+HERE = {"init_method_std": _DRAWN, "embedding_init_method_std": _DRAWN,
+        "moe_router_force_load_balancing": "draws experts at random in every pass: measure with it, do not train",
+        "moe_expert_capacity_factor": "drops tokens by what shares their micro-batch; the engine drops none",
+        "seq_aux_loss": "balances a micro-batch, not each sample, unless each has one of its own"}
+"""What fields do here, or one of their values."""
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """How positions can be scaled here."""
 SILU = {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"}
@@ -32,21 +36,19 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         return config
     for name in NOISE:
         if value := config.surface("megatron").get(name):
-            raise ConfigError(f"{name} makes the old policy's log-probs those of a different model than the one being "
-                              "trained", got=value,
+            raise ConfigError(f"{name} makes the old policy's log-probs another model's than what trains", got=value,
                               code="old-log-probs-differ", who=who(config, f"megatron.{name}"), fix="leave it at 0")
     if config.surface("megatron").get("average_in_collective"):
-        raise ConfigError("gradients are sums over tokens that the loss has divided: averaging divides them again",
-                          got=True, who=who(config, "megatron.average_in_collective"), fix="leave it out",
-                          code="gradients-averaged-twice")
+        raise ConfigError("the loss has divided gradients: averaging divides them again", got=True, fix="leave it out",
+                          who=who(config, "megatron.average_in_collective"), code="gradients-averaged-twice")
     balanced = config.surface("megatron").get("moe_router_load_balancing_type", "none")
-    if unknown := sorted({balanced} - BALANCED if isinstance(balanced, str) else {*balanced} - BALANCED):
-        raise ConfigError("Megatron balances no router by this, and says nothing", got=", ".join(unknown),
+    kinds = {balanced} if isinstance(balanced, str) else {*balanced}
+    if unknown := sorted(kinds - BALANCED):
+        raise ConfigError("no router is balanced by this, or the model is another by it", got=", ".join(unknown),
                           who=who(config, "megatron.moe_router_load_balancing_type"),
                           fix=f"write {', '.join(sorted(BALANCED))}", code="router-balancing-unknown")
-    for name in DRAWN:
-        if name in config.surface("megatron"):
-            note(f"{name} has no effect: weights of a checkpoint take the place of those that are drawn")
+    for name in sorted(HERE.keys() & {*kinds, *(name for name, value in config.surface("megatron").items() if value)}):
+        note(f"{name} {HERE[name]}")
     path, hf_config = config_json(config)
     _computed(hf_config or {}, str(path))
     return config
@@ -74,6 +76,5 @@ def _computed(hf_config: Mapping[str, object], origin: str) -> None:
     }
     for name, (value, wrong) in problems.items():
         if wrong:
-            raise ConfigError(f"{name} in config.json is not what the trainer would compute",
-                              code="config-field-not-computed", got=value, who=origin,
-                              fix="fetch config.json again, or use another checkpoint")
+            raise ConfigError(f"{name} in config.json is not what the trainer would compute", got=value, who=origin,
+                              code="config-field-not-computed", fix="fetch it again, or use another checkpoint")

@@ -110,6 +110,7 @@ class Mixture:
             "moe_router_enable_expert_bias": self.bias,
             "moe_router_num_groups": self.groups if grouped else None,
             "moe_router_group_topk": self.of_groups if grouped else None,
+            "moe_router_topk_limited_devices": None,  # groups again, as many as there are expert-parallel ranks
             "moe_router_topk_scaling_factor": self.scale if self.scale != 1 else None,
             "moe_shared_expert_intermediate_size": self.shared or None,
             "moe_shared_expert_gate": self.names.shared_gate is not None,

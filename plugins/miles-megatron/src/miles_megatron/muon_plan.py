@@ -20,6 +20,7 @@ KNOWN = {
     "muon_num_ns_steps": ("{} or more".format(*NUM_NS_STEPS), lambda value: value >= NUM_NS_STEPS[0]),
     "muon_scale_mode": ("one of " + ", ".join(get_args(Scale)), get_args(Scale).__contains__),
     "muon_fp32_matmul_prec": ("one of " + ", ".join(get_args(Precision)), get_args(Precision).__contains__),
+    "decoupled_weight_decay": ("nothing: matrices decay apart from their gradients", bool),
     "optimizer_cpu_offload": ("nothing: Muon runs where the parameters are", lambda value: not value),
     SHARDED: ("nothing: it cuts parameters into stretches of any length, where Muon needs whole matrices, which "
               f"--optimizer {LAYER_WISE} divides among the ranks", lambda value: not value),

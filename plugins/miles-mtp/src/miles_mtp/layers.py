@@ -85,7 +85,8 @@ class Predictors(MultiTokenPredictionBlock):
                 transformer_layer=last,
             ),
         )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):  # the model itself is drawn as it is without them
+        # The model itself is drawn as it is without them, or not at all: a checkpoint has it, and need not have these.
+        with torch.random.fork_rng(devices=[]), _drawn(config):
             torch.default_generator.manual_seed(seed)
             super().__init__(config, MultiTokenPredictionBlockSubmodules([layer] * config.mtp_num_layers),
                              chunk.vp_stage)
@@ -118,6 +119,16 @@ class Predictors(MultiTokenPredictionBlock):
     def drop_embedding(self) -> None:
         """The inverse."""
         self._copy = ()
+
+
+@contextmanager
+def _drawn(config: Any) -> Iterator[None]:
+    """Weights that are made inside have numbers, whatever --no-initialization says of the others."""
+    before, config.perform_initialization = config.perform_initialization, True
+    try:
+        yield
+    finally:
+        config.perform_initialization = before
 
 
 def _with_padding(_layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -187,7 +187,6 @@ def _check(options: R3Options, config: RunConfig, records: bool) -> Sizes:
                           got=str(config.model.model_name), who=f"plugin r3, {config.checkpoint.hf_checkpoint}",
                           fix="leave the plugin out", code="r3-model-without-experts")
     for key, bad, why in (("moe_router_fusion", True, "the fused router of Transformer Engine replays nothing"),
-                          ("moe_router_load_balancing_type", "sinkhorn", "Sinkhorn routing replays nothing"),
                           ("moe_enable_routing_replay", False, "the plugin needs Megatron's RouterReplay")):
         if config.surface("megatron").get(key) == bad:
             raise ConfigError(why, got=f"{key} = {bad}", who=f"plugin r3, {who(config, f'megatron.{key}')}",
