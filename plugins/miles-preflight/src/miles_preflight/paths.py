@@ -108,7 +108,8 @@ def _starts_there(config: RunConfig) -> bool:
     """Training begins with the weights in --hf-checkpoint."""
     checkpoint = config.checkpoint
     saved = checkpoint.load is not None and (Path(checkpoint.load) / TRACKER).is_file()
-    return checkpoint.ref_load in (None, checkpoint.hf_checkpoint) and not (saved or config.debug.debug_rollout_only)
+    there = checkpoint.hf_checkpoint in (checkpoint.load, checkpoint.ref_load or checkpoint.hf_checkpoint)
+    return there and not (saved or config.debug.debug_rollout_only)
 
 
 def check_source(given: str, origin: str) -> None:
@@ -131,7 +132,7 @@ def check_source(given: str, origin: str) -> None:
 def _resume(config: RunConfig) -> None:
     """--load is a folder that a run saved into, or the run's own --save, which may still be empty."""
     load = config.checkpoint.load
-    if load is None:
+    if load is None or load == config.checkpoint.hf_checkpoint != config.checkpoint.save:
         return
     folder, origin, own = Path(load), f"{who(config, 'checkpoint.load')}, {load}", load == config.checkpoint.save
     if (folder / TRACKER).is_file():
