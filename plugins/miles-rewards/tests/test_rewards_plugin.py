@@ -52,7 +52,7 @@ def test_scores(scorers):
     assert plugin.dapo(sample("46")) == {"score": -1.0, "acc": 0.0}
     assert plugin.boxed_dapo(sample(r"\boxed{Answer: 46}")) == {"score": 1.0, "acc": 1.0}
     assert plugin.f1(sample("The red cat", "a red dog")) == 0.5
-    assert plugin.f1(sample("The red cat<|im_end|>", "a red cat")) == 1.0, "the token that ends a turn is no word's part"
+    assert plugin.f1(sample("The red cat<|im_end|>", "a red cat")) == 1.0, "what ends a turn is no part of a word"
     assert plugin.gpqa(sample("The answer is B", "B")) == plugin.boxed_gpqa(sample(r"\boxed{B}", "B")) == 1.0
 
 

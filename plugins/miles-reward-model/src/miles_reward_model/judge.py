@@ -81,12 +81,12 @@ class Judge:
         """What a server is given: the conversation with the answer, or the question about both."""
         prompt = sample.prompt
         turns: Sequence[Mapping[str, Any]] = prompt.messages or [{"role": "user", "content": prompt.text}]
-        messages = [{**one, "content": _text(one["content"])} for one in turns]
+        messages, answer = [{**one, "content": _text(one["content"])} for one in turns], self._answer(sample)
         if not self._generative:
-            chat = [*messages, {"role": "assistant", "content": self._answer(sample)}]
+            chat = [*messages, {"role": "assistant", "content": answer}]
         else:
             conversation = "\n".join(str(one["content"]) for one in messages)
-            question = self._template.format(prompt=conversation, response=self._answer(sample), label=prompt.label or "")
+            question = self._template.format(prompt=conversation, response=answer, label=prompt.label or "")
             chat = [{"role": "user", "content": question}]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=self._generative)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own
