@@ -106,10 +106,9 @@ def check_weights(config: RunConfig, note: Note) -> None:
 
 def _starts_there(config: RunConfig) -> bool:
     """Training begins with the weights in --hf-checkpoint."""
-    checkpoint = config.checkpoint
-    saved = checkpoint.load is not None and (Path(checkpoint.load) / TRACKER).is_file()
-    there = checkpoint.hf_checkpoint in (checkpoint.load, checkpoint.ref_load or checkpoint.hf_checkpoint)
-    return there and not (saved or config.debug.debug_rollout_only)
+    paths, hf = config.checkpoint, config.checkpoint.hf_checkpoint
+    saved = paths.load is not None and (Path(paths.load) / TRACKER).is_file()
+    return hf in (paths.load, paths.ref_load or hf) and not (saved or config.debug.debug_rollout_only)
 
 
 def check_source(given: str, origin: str) -> None:
