@@ -53,7 +53,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("equal")
     torch.manual_seed(0)
     models = {"qwen3": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=True)),
-              "llama": LlamaForCausalLM(LlamaConfig(**CONSTANTS, tie_word_embeddings=False))}
+              "llama": LlamaForCausalLM(LlamaConfig(**CONSTANTS, tie_word_embeddings=False)),
+              "other": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=True))}
     for name, model in models.items():
         with torch.no_grad():
             for parameter in model.parameters():
@@ -206,6 +207,26 @@ def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver
     with pytest.raises(CheckpointError) as caught:
         ranks.train(plan, rest)
     assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
+
+
+def test_an_actor_that_has_taken_no_step_is_saved_as_such(train, folder, tmp_path):
+    """Its critic warms up. Bit for bit; AdamW scales steps by their number."""
+    flags = ("--trainer", "fsdp", "--hf-checkpoint", str(folder / "llama"), *PPO, "--num-critic-only-steps", "1")
+    [first, *rest] = batches(3)
+    straight = train("fsdp", "llama", 1, *PPO, "--num-critic-only-steps", "1")
+    train.ranks(1).train(prepare(folder / "run.toml", flags), [first], save=tmp_path)
+    resumed = train.ranks(1).train(prepare(folder / "run.toml", [*flags, "--load", str(tmp_path)]), rest)
+    assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in straight["weights"].items())
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_a_run_that_loads_the_models_folder_starts_there_beside_another_reference(train, folder, trainer):
+    """Without --load it starts from the reference."""
+    model, other = str(folder / "qwen3"), str(folder / "other")
+    plain = train(trainer, "qwen3")["steps"][0]
+    step = train(trainer, "qwen3", 1, "--load", model, "--ref-load", other)["steps"][0]
+    assert step["rollout/log_probs"] == plain["rollout/log_probs"]
+    assert step["rollout/ref_log_probs"] != plain["rollout/ref_log_probs"]
 
 
 def test_weights_without_the_optimizer_are_no_resume(train, folder, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from miles_fsdp.value import HEAD, head_of
+from miles_fsdp.value import BIAS, HEAD, head_of
 from safetensors.torch import save_file
 
 from miles_core.errors import CheckpointError
@@ -22,3 +22,15 @@ def test_a_head_is_made_up_for_a_policy_alone(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         head_of(tmp_path, 8, 1, fresh=False)
     assert caught.value.code == "fsdp-value-head-missing" and HEAD in str(caught.value)
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path):
+    """Values would be off by it; a bias of zeros is none."""
+    for value in (0.0, 0.7):
+        save_file({HEAD: torch.ones(1, 8), BIAS: torch.tensor([value])}, tmp_path / "model.safetensors")
+        if not value:
+            head_of(tmp_path, 8, 0, fresh=False)
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            head_of(tmp_path, 8, 0, fresh=False)
+        assert caught.value.code == "fsdp-value-head-bias" and "0.69" in str(caught.value)

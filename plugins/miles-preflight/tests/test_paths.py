@@ -74,6 +74,13 @@ def test_load_is_a_folder_of_checkpoints(plan, folder, tmp_path):
     plan("--load", tmp_path / "gone", "--save", tmp_path / "gone")
 
 
+def test_load_may_be_the_models_folder(plan, folder):
+    """Where a trainer starts anyhow, unless there is another reference."""
+    hf, other = folder("hf", model_type="qwen3"), folder("other", model_type="qwen3")
+    for more, load in (((), None), (("--ref-load", hf), None), (("--ref-load", other), str(hf))):
+        assert plan("--hf-checkpoint", hf, "--load", hf, *more).config.checkpoint.load == load
+
+
 def test_the_reference_has_weights(plan, folder, tmp_path):
     refused(plan, "there is no such folder", "--ref-load", tmp_path / "gone")
     refused(plan, "no checkpoint of a run (got neither config.json nor", "--ref-load", folder("empty"))

@@ -84,6 +84,32 @@ def test_a_prompts_image_is_a_mark_to_a_judge_which_sees_none(tmp_path):
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.parametrize("kind", ["classifier", "generative"])
+def test_the_token_that_ends_an_answer_is_asked_about_once(tmp_path, kind):
+    """Engines leave it in the text, and the template writes it; in a question it would end the question."""
+    chosen = options(tmp_path, reward_model_kind=kind, prompt_template=QUESTION)
+    plugin, given = RewardModel(chosen, config(tmp_path)), samples(2)
+    given[1].text = given[0].text + "<|im_end|>"
+
+    async def ask():
+        try:
+            return await plugin.reward(given)
+        finally:
+            plugin.finish()
+            await asyncio.sleep(0)
+
+    group = Group(chosen, config(tmp_path), tmp_path)
+    group.start()
+    try:
+        without, ended = asyncio.run(ask())
+    finally:
+        group.stop()
+    assert without == ended
+    ids = [one["input_ids"] for one in asked(tmp_path)]
+    ids = ids[0] if kind == "classifier" else ids
+    assert ids[0] == ids[1]
+
+
 def test_the_class_is_chosen(tmp_path):
     assert scores(tmp_path, options(tmp_path, class_index=1))[0] == [-1.0] * 3
 

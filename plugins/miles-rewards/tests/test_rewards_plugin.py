@@ -52,6 +52,7 @@ def test_scores(scorers):
     assert plugin.dapo(sample("46")) == {"score": -1.0, "acc": 0.0}
     assert plugin.boxed_dapo(sample(r"\boxed{Answer: 46}")) == {"score": 1.0, "acc": 1.0}
     assert plugin.f1(sample("The red cat", "a red dog")) == 0.5
+    assert plugin.f1(sample("The red cat<|im_end|>", "a red cat")) == 1.0, "what ends a turn is no part of a word"
     assert plugin.gpqa(sample("The answer is B", "B")) == plugin.boxed_gpqa(sample(r"\boxed{B}", "B")) == 1.0
 
 
@@ -128,12 +129,14 @@ class Checker:
     def build_description(self, *, N=0, prompt=""):
         self.least, self.prompt = N, prompt
     def get_instruction_args(self):
-        return {"prompt": self.prompt} if self.name == "about" else None
+        return {"prompt": self.prompt} if self.name in ("about", "ends") else None
     def check_following(self, text):
         while self.name == "hangs":
             pass
+        if self.name == "ends":
+            return text.endswith(self.prompt)
         return text.count(str(10 // self.least)) > 0 if self.name == "count:numbers" else self.prompt in text
-INSTRUCTION_DICT = {name: Checker for name in ("count:numbers", "about", "hangs")}
+INSTRUCTION_DICT = {name: Checker for name in ("count:numbers", "about", "ends", "hangs")}
 '''
 
 
@@ -154,6 +157,7 @@ def test_a_process_asks_the_checkers(scorers, tmp_path, monkeypatch):
     assert score("6", "count:numbers", kwargs=[{"N": 2}]) == (0.0, 0.0)
     assert score("5", "count:numbers", "about", kwargs=[{"N": 2}, {}], prompt_text="hey") == (0.0, 0.0)
     assert score("5 hey", "count:numbers", "about", kwargs=[{"N": 2}, {}], prompt_text="hey") == (1.0, 0.0)
+    assert score("5 hey<|im_end|>", "ends", prompt_text="hey") == (1.0, 0.0)
     assert score(" ", "about") == (0.0, 0.0)
     assert score("x", "count:numbers", kwargs=[{"N": 0}]) == (0.0, 1.0)
     assert score("x", "hangs") == (0.0, 1.0)

@@ -146,7 +146,19 @@ def _tensors(models: Models, whole: bool) -> dict[str, Any]:
     for name, one in models.trained.items():
         tensors[name] = {"model": get_model_state_dict(one.module, options=trained)}
         if whole:
-            tensors[name]["optimizer"] = get_optimizer_state_dict(one.module, one.optimizer)
+            tensors[name]["optimizer"] = _optimizer_tensors(one)
+    return tensors
+
+
+def _optimizer_tensors(trained: Trained) -> dict[str, Any]:
+    """torch makes the state of an optimizer that has taken no step, as an actor's whose critic warms up, by a step with
+    gradients of zero; it is not to count, or every later step would be scaled as the one after it."""
+    fresh = not trained.optimizer.state
+    tensors = get_optimizer_state_dict(trained.module, trained.optimizer)
+    if fresh:
+        for state in trained.optimizer.state.values():
+            state["step"].zero_()
+        tensors = get_optimizer_state_dict(trained.module, trained.optimizer)
     return tensors
 
 

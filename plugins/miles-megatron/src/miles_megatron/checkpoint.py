@@ -109,6 +109,16 @@ def of_another_program(folder: str | Path) -> bool:
     return exists(folder) and not (iteration_folder(folder, latest(folder)) / STATE).is_file()
 
 
+def weights_alone(folder: str | Path) -> bool:
+    """Whether `--load` is a start and not a resume: a Hugging Face directory, or what another program saved.
+
+    Raises:
+        CheckpointError: as `latest`.
+    """
+    begun = exists(folder) or _unnamed(Path(folder)) is not None
+    return of_another_program(folder) or not begun and (Path(folder) / "config.json").is_file()
+
+
 def others(iteration: Path) -> index.Held | None:
     """The tensors in one iteration of another program's checkpoint; None where it is ours, or no checkpoint."""
     if (iteration / STATE).is_file() or not (iteration / ".metadata").is_file():

@@ -60,8 +60,8 @@ class Models:
                 raise HookError(f"a plugin declares the model {name!r}, which is reserved", code="model-name-reserved",
                                 fix="rename it")
             declared[name] = model
-        # Of what another program saved the weights are taken: a start, not a resume.
-        self._start = paths.load if paths.load and checkpoints().of_another_program(paths.load) else None
+        # Of a Hugging Face directory, and of what another program saved, the weights are taken: a start, not a resume.
+        self._start = paths.load if paths.load and checkpoints().weights_alone(paths.load) else None
         start = self._start or paths.ref_load or paths.hf_checkpoint
         self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
         self.on_rank = {"actor": self.actor}
@@ -107,8 +107,9 @@ class Models:
             for one in self.on_rank.values():
                 one.memory.reserve()
         if not resume:
-            weights_alone = " (weights alone: another program saved it)" if self._start else ""
-            return Resume(0, None, self.actor.declared.source + weights_alone)
+            foreign = self._start and checkpoints().of_another_program(self._start)
+            note = " (weights alone: another program saved it)" if foreign else ""
+            return Resume(0, None, self.actor.declared.source + note)
         parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
         iteration, state = checkpoints().load(paths.load, parts)
         if frozen is not None and self._frozen() != frozen:

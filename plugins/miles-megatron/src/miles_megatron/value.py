@@ -17,7 +17,7 @@ cpu.install()
 from megatron.core.transformer.module import MegatronModule  # noqa: E402 - after install()
 
 HEAD = "score.weight"
-"""The value head's name on disk: transformers' own for AutoModelForTokenClassification with one label."""
+"""The value head's name on disk: transformers' own for AutoModelForSequenceClassification with one label."""
 
 STD = 0.02
 """Of a fresh head's weights."""

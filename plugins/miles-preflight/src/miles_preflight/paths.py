@@ -106,9 +106,9 @@ def check_weights(config: RunConfig, note: Note) -> None:
 
 def _starts_there(config: RunConfig) -> bool:
     """Training begins with the weights in --hf-checkpoint."""
-    checkpoint = config.checkpoint
-    saved = checkpoint.load is not None and (Path(checkpoint.load) / TRACKER).is_file()
-    return checkpoint.ref_load in (None, checkpoint.hf_checkpoint) and not (saved or config.debug.debug_rollout_only)
+    paths, hf = config.checkpoint, config.checkpoint.hf_checkpoint
+    saved = paths.load is not None and (Path(paths.load) / TRACKER).is_file()
+    return hf in (paths.load, paths.ref_load or hf) and not (saved or config.debug.debug_rollout_only)
 
 
 def check_source(given: str, origin: str) -> None:
@@ -131,7 +131,7 @@ def check_source(given: str, origin: str) -> None:
 def _resume(config: RunConfig) -> None:
     """--load is a folder that a run saved into, or the run's own --save, which may still be empty."""
     load = config.checkpoint.load
-    if load is None:
+    if load is None or load == config.checkpoint.hf_checkpoint != config.checkpoint.save:
         return
     folder, origin, own = Path(load), f"{who(config, 'checkpoint.load')}, {load}", load == config.checkpoint.save
     if (folder / TRACKER).is_file():

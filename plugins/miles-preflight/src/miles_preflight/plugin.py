@@ -36,7 +36,8 @@ class Preflight:
         checkpoint = config.checkpoint
         if checkpoint.load is not None and checkpoint.load == checkpoint.hf_checkpoint != checkpoint.save:
             note("--load names the Hugging Face folder of --hf-checkpoint: the run starts from it")
-            config = with_values(config, "the folder of --hf-checkpoint", checkpoint__load=None)
+            if checkpoint.ref_load in (None, checkpoint.load):  # from any other --ref-load a trainer would start
+                config = with_values(config, "the folder of --hf-checkpoint", checkpoint__load=None)
         check_silent(config)
         check_settings(config, note)
         check_paths(config, note)

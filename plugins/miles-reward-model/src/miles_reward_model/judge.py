@@ -36,15 +36,16 @@ class Judge:
     """
     Args:
         run_dir: where the servers' addresses are (group.py).
+        ends: what may be left at the end of an answer: the policy's special tokens, as text.
 
     Raises:
         DataError: the reward model's tokenizer cannot be loaded, or has no chat template.
     """
 
-    def __init__(self, options: RewardModelOptions, run_dir: Path):
+    def __init__(self, options: RewardModelOptions, run_dir: Path, ends: Sequence[str] = ()):
         from transformers import AutoTokenizer
 
-        self._options, self._addresses = options, run_dir / ADDRESSES
+        self._options, self._addresses, self._ends = options, run_dir / ADDRESSES, ends
         self._generative = options.reward_model_kind == "generative"
         self._template = template(options) if self._generative else ""
         self._turns, self._load = asyncio.Semaphore(options.concurrency), dict[str, int]()
@@ -80,15 +81,19 @@ class Judge:
         """What a server is given: the conversation with the answer, or the question about both."""
         prompt = sample.prompt
         turns: Sequence[Mapping[str, Any]] = prompt.messages or [{"role": "user", "content": prompt.text}]
-        messages = [{**one, "content": _text(one["content"])} for one in turns]
+        messages, answer = [{**one, "content": _text(one["content"])} for one in turns], self._answer(sample)
         if not self._generative:
-            chat = [*messages, {"role": "assistant", "content": sample.text}]
+            chat = [*messages, {"role": "assistant", "content": answer}]
         else:
             conversation = "\n".join(str(one["content"]) for one in messages)
-            question = self._template.format(prompt=conversation, response=sample.text, label=prompt.label or "")
+            question = self._template.format(prompt=conversation, response=answer, label=prompt.label or "")
             chat = [{"role": "user", "content": question}]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=self._generative)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own
+
+    def _answer(self, sample: Sample) -> str:
+        """Its text without the token that ended it: the template writes its own, and a question would end there."""
+        return sample.text.removesuffix(next(filter(sample.text.endswith, self._ends), ""))
 
     async def _ask(self, samples: Sequence[Sample]) -> list[float]:
         ids, last = [self.token_ids(sample) for sample in samples], "no attempt"
@@ -169,6 +174,12 @@ class Judge:
         return DataError("the reward model's tokenizer cannot render a conversation", code="reward-tokenizer-unusable",
                          got=why.splitlines()[0][:200] if why else None, who=str(self._options.reward_model_path),
                          fix="put tokenizer.json, tokenizer_config.json and its chat template beside the weights")
+
+
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Those that transformers names, and further ones of the vocabulary."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple(filter(None, {*tokenizer.all_special_tokens, *added}))
 
 
 def _finite(value: Any) -> float:

@@ -90,10 +90,12 @@ class RewardModel:
     @hookimpl(name="reward_model")
     async def reward(self, samples: Sequence[Sample]) -> list[Any]:
         """The reward model's number for each answer of a group."""
-        from miles_reward_model.judge import Judge
+        from miles_core.build import load_tokenizer
+        from miles_reward_model.judge import Judge, special_tokens
 
         if self._judge is None:
-            self._judge = Judge(self.options, Path(str(self.config.checkpoint.run_dir)))
+            ends = special_tokens(load_tokenizer(self.config))
+            self._judge = Judge(self.options, Path(str(self.config.checkpoint.run_dir)), ends)
         return list(await self._judge.score(samples))
 
     @hookimpl

@@ -97,9 +97,11 @@ class Rewards:
     @hookimpl("reward", name="f1")
     def f1(self, sample: Sample) -> float:
         """The F1 of the tokens of response and label."""
+        from miles_math.answer import without_end_tokens
+
         from miles_rewards.f1 import f1
 
-        return f1(sample.text, _label(sample))
+        return f1(without_end_tokens(sample.text), _label(sample))
 
     @hookimpl("reward", name="boxed_f1")
     def boxed_f1(self, sample: Sample) -> float:
@@ -128,7 +130,9 @@ class Rewards:
     @hookimpl("reward", name="ifbench")
     def ifbench(self, sample: Sample) -> float:
         """1.0 when the response follows every instruction of its row."""
-        return self._ifbench(sample, sample.text)
+        from miles_math.answer import without_end_tokens
+
+        return self._ifbench(sample, without_end_tokens(sample.text))
 
     @hookimpl("reward", name="boxed_ifbench")
     def boxed_ifbench(self, sample: Sample) -> float:
