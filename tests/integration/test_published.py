@@ -88,7 +88,8 @@ def test_conversion_keeps_every_bit(one, convert, tmp_path):
     source, said = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
     changed = {key for key in source | said if source.get(key) != said.get(key)}
     counts = {"num_mtp_modules", "num_nextn_predict_layers"}  # of layers that no file has
-    assert changed <= {"dtype", "quantization_config", *counts}
+    assert changed <= {"dtype", "quantization_config", "expert_dtype", *counts}
+    assert not said.keys() & {"quantization_config", "expert_dtype"}, "of weights that are not quantised any more"
     companions = {file.name for file in (tmp_path / "hf").iterdir() if ".safetensors" not in file.name}
     assert companions <= {file.name for file in (tmp_path / "back").iterdir()}
 

@@ -3,8 +3,11 @@ nowhere."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from miles_megatron import cpu
 from miles_megatron.testing.demo import VOCAB, trainer_plan
 from miles_megatron.testing.muon import EXPERTS, SIZES
 from miles_megatron.testing.ranks import batches, distance
@@ -72,3 +75,17 @@ def test_no_layout_changes_them(folder, one, two, batch, layout):
     """Samples of unequal lengths, so that layouts have unequal padding."""
     expected = of_losses(one, folder, batch, 1)
     assert distance(of_losses(two, folder, batch, 1, *LAYOUTS[layout]), expected) < 1e-5
+
+
+def test_a_second_model_of_a_process_may_have_more_layers():
+    """Megatron keeps a table of the losses of layers, which had as many rows as the first model."""
+    cpu.install()
+    from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+    from miles_megatron.model_on_rank import ModelOnRank
+
+    settings = SimpleNamespace(moe_aux_loss_coeff=0.5, moe_z_loss_coeff=None)
+    for layers in (1, 3):
+        with ModelOnRank.router_losses(SimpleNamespace(settings=settings), tokens=10):
+            assert settings.moe_aux_loss_coeff == 0.05
+            save_to_aux_losses_tracker("load_balancing_loss", torch.ones(()), layers, layers)
+    assert settings.moe_aux_loss_coeff == 0.5

@@ -35,6 +35,7 @@ cpu.install()
 
 from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker  # noqa: E402
 
 
 class ModelOnRank:
@@ -180,6 +181,7 @@ class ModelOnRank:
         for name, whole in coefficients.items():
             share = [one / tokens for one in whole] if isinstance(whole, list) else whole / tokens
             setattr(self.settings, name, share)
+        get_moe_layer_wise_logging_tracker().clear()  # it has as many layers as who came first in this process
         try:
             yield
         finally:
