@@ -33,10 +33,9 @@ class Preflight:
         from miles_preflight.tokenizer import check_tokenizer
         from miles_preflight.unread import unread
 
-        checkpoint = config.checkpoint
-        if checkpoint.load is not None and checkpoint.load == checkpoint.hf_checkpoint != checkpoint.save:
+        if (paths := config.checkpoint).load is not None and paths.load == paths.hf_checkpoint != paths.save:
             note("--load names the Hugging Face folder of --hf-checkpoint: the run starts from it")
-            if checkpoint.ref_load in (None, checkpoint.load):  # from any other --ref-load a trainer would start
+            if paths.ref_load in (None, paths.load):  # from any other --ref-load a trainer would start
                 config = with_values(config, "the folder of --hf-checkpoint", checkpoint__load=None)
         check_silent(config)
         check_settings(config, note)
