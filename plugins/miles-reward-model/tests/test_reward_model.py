@@ -46,21 +46,27 @@ def samples(count=3):
     return made
 
 
-def scores(folder, chosen, count=3):
-    async def ask():
-        judge = Judge(chosen, folder)
+def answers(folder, chosen, ask, end):
+    """What `ask` comes to with a group of servers; `end` closes what it has opened."""
+    async def asking():
         try:
-            return await judge.score(samples(count)), [len(judge.token_ids(one)) for one in samples(count)]
+            return await ask()
         finally:
-            judge.close()
+            end()
             await asyncio.sleep(0)
 
     group = Group(chosen, config(folder), folder)
     group.start()
     try:
-        return asyncio.run(ask())
+        return asyncio.run(asking())
     finally:
         group.stop()
+
+
+def scores(folder, chosen, count=3):
+    judge = Judge(chosen, folder)
+    rewards = answers(folder, chosen, lambda: judge.score(samples(count)), judge.close)
+    return rewards, [len(judge.token_ids(one)) for one in samples(count)]
 
 
 def asked(folder):
@@ -88,22 +94,9 @@ def test_a_prompts_image_is_a_mark_to_a_judge_which_sees_none(tmp_path):
 def test_the_token_that_ends_an_answer_is_asked_about_once(tmp_path, kind):
     """Engines leave it in the text, and the template writes it; in a question it would end the question."""
     chosen = options(tmp_path, reward_model_kind=kind, prompt_template=QUESTION)
-    plugin, given = RewardModel(chosen, config(tmp_path)), samples(2)
-    given[1].text = given[0].text + "<|im_end|>"
-
-    async def ask():
-        try:
-            return await plugin.reward(given)
-        finally:
-            plugin.finish()
-            await asyncio.sleep(0)
-
-    group = Group(chosen, config(tmp_path), tmp_path)
-    group.start()
-    try:
-        without, ended = asyncio.run(ask())
-    finally:
-        group.stop()
+    plugin, alike = RewardModel(chosen, config(tmp_path)), samples(2)
+    alike[1].text = alike[0].text + "<|im_end|>"
+    without, ended = answers(tmp_path, chosen, lambda: plugin.reward(alike), plugin.finish)
     assert without == ended
     ids = [one["input_ids"] for one in asked(tmp_path)]
     ids = ids[0] if kind == "classifier" else ids

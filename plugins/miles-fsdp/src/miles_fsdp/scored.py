@@ -130,12 +130,12 @@ def by_kernels(logits: torch.Tensor) -> bool:
 class LogProbs(torch.autograd.Function):
     """(log-probs [n], entropy [n] or [0]) of targets [n], from logits [n, V].
 
-    Log-probs [n] that are given are the result; their gradient is that of the kernels' own.
+    Log-probs [n] as a server has `sampled` by are the result where there are any; their gradient is the kernels' own.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool,
-                gradient: bool, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                gradient: bool, sampled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         from miles_local.logits import score
 
         log_probs, spread, normaliser = score(logits, targets, temperature, entropy)
@@ -144,7 +144,7 @@ class LogProbs(torch.autograd.Function):
         ctx.temperature, ctx.gradient = temperature, entropy and gradient
         if not ctx.gradient:
             ctx.mark_non_differentiable(wide)
-        return log_probs if given is None else given.clone(), wide
+        return log_probs if sampled is None else sampled.clone(), wide
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -67,7 +67,7 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
             replaced = replacement(embedding, batch, chunk, model.folder) if asks else None
             turning = None if rope is None else positions(rope, batch, model.folder)
             last = None if blocks is None else last_keys(blocks, batch, model.folder)
-            padding = on_device(packed.rows["padding"], device)
+            padding = on_device(packed.rows["padding"], device) if model.balances else None
             rows = packed_rows(batch.boundaries, replaced, turning, last, padding)
             return module(tokens, None, None, packed_seq_params=rows)
 

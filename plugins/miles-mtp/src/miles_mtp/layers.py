@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from miles_megatron import cpu
 from miles_megatron.logprob import token_log_probs
-from miles_megatron.model import LanguageModel, layer_spec, router_padding
+from miles_megatron.model import LanguageModel, layer_spec, router_padding, routers_learn
 from miles_megatron.module_specs import modules_of
 from miles_megatron.packed_layout import packed_rows
 from miles_megatron.specs import ModelSpec
@@ -174,11 +174,9 @@ def token_losses(predictors: Predictors, hidden: torch.Tensor, packed: Packed) -
     rows = _WholeRows(packed, group)
     hidden = hidden.to(weight.dtype)
     total = torch.zeros(len(rows.tokens), dtype=torch.float32, device=device)
-    # The last tokens of a sample see what lies behind it, which is no business of their routers either.
-    owner = np.searchsorted(rows.boundaries, rows.mine, side="right") - 1
-    behind = rows.mine + len(predictors.layers) >= rows.boundaries[owner] + np.array([*packed.lengths, 0])[owner]
-    padding = router_padding(chunk.config, torch.from_numpy(packed.rows["padding"] | behind).to(device))
-    seen, trained = packed_rows(rows.boundaries, padding=padding), np.flatnonzero(rows.mask)
+    padding = _padding(rows, packed, len(predictors.layers)) if routers_learn(chunk.config) else None
+    seen = packed_rows(rows.boundaries, padding=router_padding(chunk.config, padding))
+    trained = np.flatnonzero(rows.mask)
     first = rows.boundaries[np.searchsorted(rows.boundaries, trained, side="right") - 1]
     for depth, layer in enumerate(predictors.layers, 1):
         ahead = rows.tokens[np.minimum(rows.mine + depth, len(rows.tokens) - 1)]
@@ -229,6 +227,14 @@ class _WholeRows:
             both = both.to(cpu.device())
             dist.all_reduce(both, group=group)
         self.tokens, self.mask = both.cpu().numpy()
+
+
+def _padding(rows: _WholeRows, packed: Packed, layers: int) -> torch.Tensor:
+    """[T] padding of this rank's rows, and the last tokens of a sample, which see what lies behind it: both are no
+    business of routers."""
+    owner = np.searchsorted(rows.boundaries, rows.mine, side="right") - 1
+    behind = rows.mine + layers >= rows.boundaries[owner] + np.array([*packed.lengths, 0])[owner]
+    return torch.from_numpy(packed.rows["padding"] | behind).to(cpu.device())
 
 
 @torch.no_grad()

@@ -103,9 +103,9 @@ def _narrow(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def product(original: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[m, k] @ [k, n] (+ [n]) by SGLang's kernel. Blocks only say which elements are computed where: each is added up
     over k in the same order. SGLang's blocks of 128 x 128 would leave most of a GPU idle with the rows of a decode."""
-    known = a.dtype == torch.bfloat16 and _processors(a.device) > 0
-    sizes = blocks(len(a), b.shape[1]) if known else None
-    return original(a, b, bias) if sizes is None else multiply(a, b, bias, sizes)
+    processors = _processors(a.device) if a.dtype == torch.bfloat16 else 0
+    sizes = blocks(len(a), b.shape[1]) if processors else None
+    return original(a, b, bias) if sizes is None else multiply(a, b, bias, sizes, processors)
 
 
 def blocks(rows: int, columns: int) -> tuple[int, int, int, int, int] | None:
@@ -123,13 +123,12 @@ def _processors(device: torch.device) -> int:
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, int, int, int, int],
-             processors: int = 0) -> torch.Tensor:
-    """SGLang's kernel with blocks of these sizes; see `blocks`."""
+             processors: int) -> torch.Tensor:
+    """SGLang's kernel with blocks of these sizes (see `blocks`), of which a GPU's processors take turns."""
     from sglang.srt.batch_invariant_ops import batch_invariant_ops as ops
 
     (m, k), n, (rows, columns, depth, warps, stages) = a.shape, b.shape[1], sizes
-    out, processors = a.new_empty(m, n), processors or _processors(a.device)
-    tiles = triton.cdiv(m, rows) * triton.cdiv(n, columns)
+    out, tiles = a.new_empty(m, n), triton.cdiv(m, rows) * triton.cdiv(n, columns)
     ops.matmul_kernel_persistent[(min(processors, tiles),)](
         a, b, out, bias, m, n, k, *a.stride(), *b.stride(), *out.stride(), BLOCK_SIZE_M=rows, BLOCK_SIZE_N=columns,
         BLOCK_SIZE_K=depth, GROUP_SIZE_M=8, NUM_SMS=processors, A_LARGE=a.numel() > 2**31, B_LARGE=b.numel() > 2**31,
