@@ -18,7 +18,7 @@ from miles_core.config.surfaces import Surface, advice, surfaces_of
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 from miles_core.plugins import presets, resolve, select
-from miles_core.plugins.scan import KNOWN, installed, look_again
+from miles_core.plugins.scan import KNOWN, installed
 from miles_core.plugins.select import Selected
 from miles_core.reading import parse_json
 
@@ -50,7 +50,6 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
         ConfigError, UnknownKeyError: names the key or flag, where it stands, and the fix.
         PluginError: a plugin that is not there or cannot be read.
     """
-    look_again()
     path, document, lines = _read(run_file)
     cli_flags = flags.split(argv)
     chosen = presets.find(_named("preset", document, lines, path, cli_flags))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import functools
 import glob
-import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GROUP = "miles.plugins"
-_CORE = re.compile(r"miles[-_.]core\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?")
+_CORE = re.compile(r"^Requires-Dist: miles[-_.]core\s*(?:\[[^]]*\])?\s*\(?([^;()\n]*)\)?$", re.MULTILINE)
 
 BUILT_IN = {"core": "miles_core.stages.defaults"}
 """The core's own parts, through the same door; always there, imported only when a run needs them."""
@@ -47,36 +48,45 @@ class Installed:
     """A plugin found in an installed distribution.
 
     Args:
-        editable: it is installed from a checkout, whose files may change.
-        core: what the distribution requires of miles-core, "~=0.1.0" or nothing.
+        info: the folder of the distribution's metadata, NAME-VERSION.dist-info.
     """
 
     name: str
     entry: str
     distribution: str
     version: str
-    editable: bool = False
-    core: str = ""
+    info: Path
 
     @property
     def official(self) -> bool:
         """Whether it is one of Miles's own plugins."""
         return self.name in KNOWN and self.distribution == f"miles-{self.name}"
 
+    @property
+    def editable(self) -> bool:
+        """Whether it is installed from a checkout, whose files may change."""
+        direct = self.info / "direct_url.json"
+        return direct.is_file() and bool(json.loads(direct.read_bytes()).get("dir_info", {}).get("editable"))
+
     def unmet(self) -> str | None:
         """What it requires of miles-core, where this is another version; pip can be told not to look."""
         from miles_core import __version__
 
-        if not self.core or self.core[:2] in ("~=", ">=", "==") and self.core[2:] == __version__:
+        headers = (self.info / "METADATA").read_text(encoding="utf-8").partition("\n\n")[0]
+        core = needs[1].strip() if (needs := _CORE.search(headers)) else ""
+        if not core or core[:2] in ("~=", ">=", "==") and core[2:] == __version__:
             return None
         from packaging.specifiers import SpecifierSet  # 20 ms, which most plans save
 
-        return None if SpecifierSet(self.core).contains(__version__, prereleases=True) else f"miles-core{self.core}"
+        return None if SpecifierSet(core).contains(__version__, prereleases=True) else f"miles-core{core}"
 
 
 def installed() -> list[Installed]:
-    """Every entry point of the group, sorted by name; one distribution seen twice on sys.path counts once."""
-    return list(_installed(tuple((folder, _changed(folder or ".")) for folder in sys.path)))
+    """Every entry point of the group, sorted by name; one distribution seen twice on sys.path counts once.
+
+    importlib.metadata.entry_points would parse those of all that is installed, and its import costs as much as a scan.
+    """
+    return list(_installed(tuple((folder or ".", _changed(folder or ".")) for folder in sys.path)))
 
 
 def _changed(path: str) -> int | None:
@@ -84,35 +94,28 @@ def _changed(path: str) -> int | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
-    plugins = {}
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        stated, direct = _headers(entry.dist), entry.dist.read_text("direct_url.json")
-        if not {"Name", "Version"} <= stated.keys():
-            continue  # pip is writing it at this moment
-        distribution = re.sub(r"[-_.]+", "-", stated["Name"][0]).lower()
-        editable = bool(direct and json.loads(direct).get("dir_info", {}).get("editable"))
-        needs = (_CORE.fullmatch(one) for one in stated.get("Requires-Dist", ()))
-        plugins.setdefault((entry.name, distribution), Installed(
-            entry.name, entry.value, distribution, stated["Version"][0], editable,
-            next((one[1].strip() for one in needs if one), "")))
-    return sorted(plugins.values(), key=lambda item: (item.name, item.distribution))
+def _installed(stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
+    plugins: dict[str, list[Installed]] = {}
+    for info in (f"{folder}/{one}" for folder, _ in stamp for one in glob.iglob("*.dist-info", root_dir=folder)):
+        distribution, _, version = os.path.basename(info).removesuffix(".dist-info").partition("-")
+        distribution = re.sub(r"[-_.]+", "-", distribution).lower()
+        if distribution not in plugins:
+            plugins[distribution] = [Installed(name, entry, distribution, version, Path(info))
+                                     for name, entry in _entries(info).items()]
+    return sorted(itertools.chain(*plugins.values()), key=lambda item: (item.name, item.distribution))
 
 
-def _headers(distribution: importlib.metadata.Distribution) -> dict[str, list[str]]:
-    """Of its metadata, which email.parser takes a third of a plan's start to read."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    headers: dict[str, list[str]] = {}
-    for name, value in re.findall(r"^([A-Z][\w-]*): (.*)$", text.partition("\n\n")[0], re.MULTILINE):
-        headers.setdefault(name, []).append(value)
-    return headers
-
-
-def look_again() -> None:
-    """Let `installed` see metadata that are rewritten where they are, as with a new version."""
-    _forget(tuple(_changed(path) for folder in sys.path for path in glob.iglob(f"{folder}/*.dist-info/METADATA")))
-
-
-@functools.lru_cache(maxsize=1)
-def _forget(_stamp: tuple[int | None, ...]) -> None:
-    _installed.cache_clear()
+def _entries(info: str) -> dict[str, str]:
+    """Entry points of the group in a distribution, whose file of them is configparser's with names in their own case;
+    none while pip is still writing its metadata."""
+    try:
+        with open(f"{info}/entry_points.txt", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return {}
+    if GROUP not in text or not os.path.isfile(f"{info}/METADATA"):
+        return {}
+    stated = configparser.ConfigParser(delimiters="=", interpolation=None, strict=False)
+    stated.optionxform = str  # type: ignore[assignment,method-assign]
+    stated.read_string(text)
+    return dict(stated[GROUP]) if GROUP in stated else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +146,8 @@ def short(text: str) -> str:
 
 def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     if text.endswith(".py") or "/" in text:
+        import hashlib  # loads OpenSSL, which --help does without
+
         path = Path(text).resolve()
         manifest = manifests.of_source(path)
         return Selected(manifest, "file", hashlib.sha256(path.read_bytes()).hexdigest()[:12], origin)

@@ -58,7 +58,7 @@ def test_each_difference_is_a_sentence(site, flags, message):
 
 def test_another_version_is_told(site):
     then = locked(*BOTH)
-    (site / "miles_two-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: miles-two\nVersion: 1.1\n")
+    (site / "miles_two-1.0.dist-info").rename(site / "miles_two-1.1.dist-info")
     assert any("plugin two: miles-two 1.0 -> miles-two 1.1" in line for line in lock.differences(then, locked(*BOTH)))
 
 
