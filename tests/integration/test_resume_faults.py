@@ -1,10 +1,8 @@
 """The recorder itself: what it sees, and that it stops exactly where it is told to."""
 
-import subprocess
-import sys
-
 import pytest
 from miles_testing.faults import operations, untraced
+from miles_testing.forked import python
 
 WORK = """
 import os, shutil, sys
@@ -42,8 +40,8 @@ SEEN = [
 
 def work(path, kill=0, torn=0):
     path.mkdir()
-    done = subprocess.run([sys.executable, "-c", WORK, str(kill), str(torn)], cwd=path, capture_output=True, text=True)
-    return done.returncode, done.stderr, [f"{o.kind} {o.path}" for o in operations(path / "log")]
+    done = python(["-c", WORK, str(kill), str(torn)], path)
+    return done.code, done.err, [f"{o.kind} {o.path}" for o in operations(path / "log")]
 
 
 @pytest.mark.integration

@@ -77,7 +77,7 @@ def layout_gradients(checkpoint: Path, one: Ranks, two: Ranks, *flags: object
 
 
 def demo_run(root: Path, checkpoint: Path, at: Path, *flags: str) -> DemoRun:
-    """Two rollouts of four prompts, exported to run/hf.
+    """Two rollouts of four prompts, evaluated on eight and exported to run/hf.
 
     Args:
         root: the repository, for its examples.
@@ -89,11 +89,12 @@ def demo_run(root: Path, checkpoint: Path, at: Path, *flags: str) -> DemoRun:
     """
     from miles_testing.forked import miles
 
-    sums = root / "examples" / "arithmetic"
+    sums, held_out = root / "examples" / "arithmetic", at / "eval.jsonl"
+    held_out.write_text("".join((sums / held_out.name).read_text().splitlines(keepends=True)[:8]))
     outcome = miles(["run", str(root / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(checkpoint),
                      "--prompt-data", str(sums / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
                      "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
-                     "--eval-prompt-data", "sums", str(sums / "eval.jsonl"), "--save-interval", "2", *flags],
+                     "--eval-prompt-data", "sums", str(held_out), "--save-interval", "2", *flags],
                     at)  # fmt: skip
     if outcome.code:
         raise AssertionError(outcome.err)
