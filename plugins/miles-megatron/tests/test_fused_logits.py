@@ -10,7 +10,6 @@ pytestmark = INTERPRETED
 @pytest.mark.parametrize("entropy", ["none", "kept", "trained"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_kernels_are_torchs_way(entropy, temperature, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     from miles_local import logits
 
     monkeypatch.setattr(logits, "BLOCK", 64)

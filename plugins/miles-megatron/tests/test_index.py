@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import struct
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def test_what_torch_writes_is_read(index, tmp_path):
     path.write_bytes(GOOD)
     assert index.read(path) == {"a": (3, 4), "b": (7,)}
     assert index.places(path) == [(tmp_path / "__0_0.distcp", 0, 10), (tmp_path / "__0_0.distcp", 10, 10)]
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_what_another_python_wrote_is_read(index, tmp_path, module):
+    """3.13 says where its paths are defined by another name than the ones before and after it."""
+    path, pickled = tmp_path / ".metadata", pickle.dumps(whole(a=tensor(3, 4)), 2)
+    path.write_bytes(re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", pickled))
+    assert module in path.read_bytes() and index.read(path) == {"a": (3, 4)}
 
 
 @pytest.mark.parametrize("pickled", [

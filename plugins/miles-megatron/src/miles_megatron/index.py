@@ -44,7 +44,8 @@ _RECORDS = {
     *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
 }  # fmt: skip
 _VALUES = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    *(("pathlib" + part, name) for part in ("", "._local") for name in ("PosixPath", "Path")),  # as of Python 3.13
     (_METADATA, "_MEM_FORMAT_ENCODING"), (_LEGACY, "MEM_FORMAT_ENCODING"), (_PLANNER, "WriteItemType"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }  # fmt: skip

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-INTERPRETED = [pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch's builds for GPUs"),
+INTERPRETED = [pytest.mark.skipif(find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+                                  reason="needs Triton, and TRITON_INTERPRET=1 before it is imported"),
                pytest.mark.filterwarnings("ignore:invalid value encountered")]
 """Marks of such tests: numpy, which interprets, minds products of 0 and infinity that the kernels mask away."""
 
