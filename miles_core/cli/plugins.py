@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 class Plugins(click.Group):
-    """Commands are imported when they are called, and none of them imports a plugin into this process."""
+    """Commands are imported when they are called; `check` alone imports plugins, those of the run that it binds."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *offered("plugins")]
@@ -41,7 +41,7 @@ class Plugins(click.Group):
 
 @click.group("plugins", cls=Plugins)
 def command() -> None:
-    """Look at plugins without importing them.
+    """Look at plugins; only `check` imports any.
 
     \b
       miles plugins list
