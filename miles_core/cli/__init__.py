@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -131,11 +130,6 @@ def main() -> None:
         raise
 
 
-def command_line() -> None:
-    """What the words of this process's command line say; a SystemExit has the exit code, unless a command just ends."""
-    main_of(lambda: cli(standalone_mode=False))
-
-
 def _leave(code: int) -> None:
     """End the process here and now where daemon threads are at work. A thread in the middle of a backward pass runs
     C++. It cannot be unwound when the interpreter is torn down under it: the process would abort and lose its exit
@@ -147,10 +141,11 @@ def _leave(code: int) -> None:
         os._exit(code)
 
 
-def main_of(body: Callable[[], object]) -> None:
-    """Run a program: errors of Miles become a sentence and an exit code."""
+def command_line() -> None:
+    """What the words of this process's command line say; a SystemExit has the exit code, unless a command just ends.
+    Errors of Miles become a sentence."""
     try:
-        body()
+        cli(standalone_mode=False)
     except click.exceptions.Abort:
         raise SystemExit(130) from None
     except click.ClickException as error:
