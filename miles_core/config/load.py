@@ -132,7 +132,7 @@ def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
 
 
 def _spellings(tables: Mapping[str, Mapping[str, Option]]) -> Spellings:
-    return Spellings((option for table in tables.values() for option in table.values()), frozenset(TABLES))
+    return flags.owners(option for table in tables.values() for option in table.values())
 
 
 def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected: list[Selected],

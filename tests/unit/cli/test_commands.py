@@ -38,7 +38,8 @@ def test_the_help_of_run_has_the_tables_of_the_core_and_of_every_run_and_each_op
     assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == [*TABLES, "sglang", "local", "ray"]
     assert len(TABLES) == 8
     words = set(re.findall(r"--[\w-]+", text))
-    from miles_core.cli.completion import options, spellings
+    from miles_core.cli.completion import options
+    from miles_core.config.flags import spellings
 
     assert {spellings(option)[0][0] for option in options(plugins=False)} <= words
     assert "typing" not in text and "NoneType" not in text

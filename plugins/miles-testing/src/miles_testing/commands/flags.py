@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miles_core.cli.completion import spellings
+from miles_core.config.flags import spellings
 from miles_core.config.markdown import cell, kind, rows, value
 from miles_core.config.options import Option
 
