@@ -44,10 +44,6 @@ class Plan:
         """The choice for a hook that has one owner."""
         return next(choice for choice in self.choices if choice.hook == hook)
 
-    def chosen(self, hook: str) -> list[str]:
-        """The names chosen for a hook, in order."""
-        return [choice.name for choice in self.choices if choice.hook == hook]
-
     @property
     def digest(self) -> str:
         """Hash of everything that the run depends on."""
