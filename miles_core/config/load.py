@@ -215,6 +215,21 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
         return path, None
 
 
+def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
+    """config.json under the names that most families have, by what the family's plugin states of it: `KEY=OTHER`, it
+    calls KEY so, and `KEY=8`, what it has where config.json leaves KEY out."""
+    path, constants = config_json(config)
+    stated = [word.partition("=") for word in config.stated.get(f"model_spec:{config.model.model_name}", ())]
+    default = {key: int(word) for key, _, word in stated if word.isdecimal()}
+    return path, constants and {**default, **constants, **{
+        key: constants[word] for key, _, word in stated if word in constants}}
+
+
+def vocabulary_of(config: RunConfig) -> int | None:
+    """What every token id is below; None where config.json does not say."""
+    return (shape_json(config)[1] or {}).get("vocab_size")
+
+
 def quantised(config: RunConfig) -> str | None:
     """What config.json of --hf-checkpoint says its weights are quantised by; None for plain ones."""
     constants = config_json(config)[1] or {}

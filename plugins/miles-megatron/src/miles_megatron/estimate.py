@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from miles_local.muon_options import LAYER_WISE, MUON
 
-from miles_core.config.architecture import Architecture, shape_json, sparse_layers
+from miles_core.config.load import shape_json
 from miles_core.config.tables import RunConfig
+from miles_megatron.architecture import Architecture, sparse_layers
 from miles_megatron.heads import Compressed, OfLayers, embedded, heads_of, mean_ffn, sizes_of, streams_of
 from miles_megatron.layout import Layout, layout_of
 
