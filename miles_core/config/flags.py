@@ -141,19 +141,11 @@ def value_of(one: Given, option: Option, off: bool) -> object:
                               fix="write the flag alone")
         return (truth in ("true", "1", "yes")) != off
     if option.is_list:
-        numbers = "int" in option.type or "float" in option.type
-        return [_number(word) if numbers else word for word in one.words]
+        return list(one.words)
     if len(one.words) != 1:
         raise ConfigError(f"{one.flag} takes exactly one value", got=" ".join(one.words) or "none",
                           code="flag-takes-one-value", fix=f"write {one.flag} VALUE; a flag starts with two dashes")
     return one.words[0]
-
-
-def _number(word: str) -> object:
-    try:
-        return int(word)
-    except ValueError:
-        return word
 
 
 def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], surfaces: Sequence[Surface],
