@@ -45,7 +45,7 @@ def why(key: str, words: tuple[str, ...]) -> None:
     """
     import difflib
 
-    from miles_core.config.load import load
+    from miles_core.config.load import declared, load
     from miles_core.plugins.plan import prepare
 
     run_file, flags = split(words)
@@ -62,25 +62,15 @@ def why(key: str, words: tuple[str, ...]) -> None:
         key = meant[0]
         click.echo(key)
     assigned = load(run_file, flags).assigned.get(key, [])
-    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in assigned)]
+    table, _, name = key.partition(".")
+    option = declared(plan.selected).get(table, {}).get(name)
+    default = None if option is None else option.default  # another program's, whose default is its own
+    chain = [(default, "default"), *((value, str(origin)) for value, origin in assigned)]
     if origins[key] not in {origin for _, origin in chain}:
         chain.append((values[key], f"derived: {origins[key]}"))
     width = max(len(repr(value)) for value, _ in chain)
     for number, (value, origin) in enumerate(chain):
         click.echo(f"{'->' if number == len(chain) - 1 else '  '} {value!r:<{width}}  {origin}")
-
-
-def _default(plan, key: str) -> object:
-    from miles_core.config.options import options_of
-    from miles_core.config.tables import TABLES
-
-    table, _, name = key.partition(".")
-    if table in TABLES and name in (known := options_of(table, TABLES[table])):
-        return known[name].default
-    for one in plan.selected:
-        if one.manifest.name == table and name in one.manifest.options:
-            return one.manifest.options[name].default
-    return None
 
 
 @click.command("graph", context_settings=_RUN)

@@ -107,7 +107,7 @@ def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
 
 def _by_flags(cli_flags: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
     """(official plugin, flag) for flags that are a plugin's by a surface: --use-tis says tis as clearly as --plugin."""
-    have, spellings = {one.manifest.name for one in selected}, _spellings(_declared(selected))
+    have, spellings = {one.manifest.name for one in selected}, _spellings(declared(selected))
     enabled: dict[str, str] = {}
     for one in cli_flags:
         for surface in surfaces_of(selected) if one.flag not in spellings else ():
@@ -116,7 +116,7 @@ def _by_flags(cli_flags: Sequence[Given], selected: Sequence[Selected]) -> list[
     return list(enabled.items())
 
 
-def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
+def declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
     """Table -> its options: the core's, then those of plugins, which may have none.
 
     Raises:
@@ -137,7 +137,7 @@ def _spellings(tables: Mapping[str, Mapping[str, Option]]) -> Spellings:
 
 def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected: list[Selected],
            named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
-    tables = _declared(selected)
+    tables = declared(selected)
     plugins, spellings = [name for name in tables if name not in TABLES], _spellings(tables)
     absent, surfaces = _absent(plugins), surfaces_of(selected)
     if lenient:
