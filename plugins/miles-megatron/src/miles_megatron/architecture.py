@@ -108,6 +108,11 @@ class Architecture:
         return self.alone or self.layers
 
     @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Channels of all keys and of all values of a layer of linear attention; 0 without such layers."""
+        return ((self.linear_groups or 0) * (self.linear_key or 0), (self.linear_heads or 0) * (self.linear_value or 0))
+
+    @property
     def value_dim(self) -> int:
         """Channels of a value's head."""
         return self.value if self.rank and self.value else self.head_dim
