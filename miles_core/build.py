@@ -14,8 +14,7 @@ from typing import Any
 
 from miles_core import rng
 from miles_core.columns import Columns
-from miles_core.config.architecture import architecture_of
-from miles_core.config.load import config_json, with_values
+from miles_core.config.load import config_json, vocabulary_of, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
@@ -224,7 +223,7 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
     config, hooks, tokenizer = parts.config, parts.rollout, parts.tokenizer
     how, context = hooks.generate[config.rollout.generate], config.rollout.rollout_max_context_len
     columns = Columns(hooks.columns() if hooks.columns else ())
-    vocabulary = architecture_of(config).vocab
+    vocabulary = vocabulary_of(config)
 
     def decode(ids, skip_special_tokens):
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
     from miles_core.waits import Bound
-
-WeightVersion = NewType("WeightVersion", int)
-"""How many weight syncs the engine has seen; 0 means weights that no trainer sent."""
 
 LARGEST_REWARD = 3.4028234663852886e38
 """float32's largest: rewards beyond it have no standard deviation and no gradient."""

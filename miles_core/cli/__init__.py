@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,28 +20,42 @@ if TYPE_CHECKING:
     from miles_core.plugins.manifest import Manifest, Offer
 
 COMMANDS = {
-    "run": "Train, or show with --plan what would be done.",
-    "plugins": "What is installed; what a run is composed of.",
-    "completion": "The completion script of a shell.",
+    "run": ("run:command", "Train, or show with --plan what would be done."),
+    "plugins": ("plugins:command", "What is installed; what a run is composed of."),
+    "completion": ("completion:command", "The completion script of a shell."),
 }
 
 
 class Lazy(click.Group):
     """A group whose commands are imported when they are called; --help imports none. Beside the core's own commands
-    there are those of installed plugins (hook `commands`), known by their manifests."""
+    there are those of installed plugins (hook `commands`), known by their manifests.
+
+    Args:
+        own: name -> (module of this package and what is in it, the line of --help).
+        group: "" for `miles` itself, else the word under which plugins offer further commands.
+    """
+
+    def __init__(self, *args: Any, own: Mapping[str, tuple[str, str]], group: str = "", **more: Any):
+        super().__init__(*args, **more)
+        self.own, self.group = own, group
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*COMMANDS, *(name for name in offered() if name not in COMMANDS)]
+        return list(self._lines())
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name in COMMANDS:
-            return importlib.import_module(f"miles_core.cli.{name.replace('-', '_')}").command
-        return of_plugin(name)
+        if name not in self.own:
+            return of_plugin(name, self.group)
+        module, _, function = self.own[name][0].partition(":")
+        return getattr(importlib.import_module(f"miles_core.cli.{module}"), function)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        more = {name: offer.help for name, (_, offer) in offered().items() if name not in COMMANDS}
         with formatter.section("Commands"):
-            formatter.write_dl(list({**COMMANDS, **more}.items()))
+            formatter.write_dl(list(self._lines().items()))
+
+    def _lines(self) -> dict[str, str]:
+        """Name -> its line of --help; a plugin's command takes the place of none of ours."""
+        own = {name: text for name, (_, text) in self.own.items()}
+        return own | {name: offer.help for name, (_, offer) in offered(self.group).items() if name not in own}
 
     def invoke(self, ctx: click.Context):
         try:
@@ -58,7 +72,7 @@ class Lazy(click.Group):
             raise
 
 
-def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
+def offered(group: str) -> dict[str, tuple[Manifest, Offer]]:
     """Commands of the plugins that every run has, and of all that are installed, by name; none is imported.
 
     Args:
@@ -79,7 +93,7 @@ def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
     return {name.rpartition(" ")[2]: owner for name, owner in commands.items() if name.rpartition(" ")[0] == group}
 
 
-def of_plugin(name: str, group: str = "") -> click.Command | None:
+def of_plugin(name: str, group: str) -> click.Command | None:
     """The command that a plugin offers under a name, made by the plugin; None where nobody does. An UnknownPluginError
     says how to install the official plugin that does."""
     from miles_core.config.tables import RunConfig
@@ -96,7 +110,7 @@ def of_plugin(name: str, group: str = "") -> click.Command | None:
     return bind.bind([one], RunConfig(), "driver").commands[whole]()
 
 
-@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Lazy, own=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="miles-core", message="%(version)s")
 def cli() -> None:
     """Reinforcement-learning post-training for large language models.
@@ -131,11 +145,6 @@ def main() -> None:
         raise
 
 
-def command_line() -> None:
-    """What the words of this process's command line say; a SystemExit has the exit code, unless a command just ends."""
-    main_of(lambda: cli(standalone_mode=False))
-
-
 def _leave(code: int) -> None:
     """End the process here and now where daemon threads are at work. A thread in the middle of a backward pass runs
     C++. It cannot be unwound when the interpreter is torn down under it: the process would abort and lose its exit
@@ -147,10 +156,11 @@ def _leave(code: int) -> None:
         os._exit(code)
 
 
-def main_of(body: Callable[[], object]) -> None:
-    """Run a program: errors of Miles become a sentence and an exit code."""
+def command_line() -> None:
+    """What the words of this process's command line say; a SystemExit has the exit code, unless a command just ends.
+    Errors of Miles become a sentence."""
     try:
-        body()
+        cli(standalone_mode=False)
     except click.exceptions.Abort:
         raise SystemExit(130) from None
     except click.ClickException as error:

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
 from miles_core.config.options import Option
 
-WHERE = {
-    "bash": 'eval "$(miles completion bash)"                   in ~/.bashrc',
-    "zsh": 'eval "$(miles completion zsh)"                    in ~/.zshrc',
-    "fish": "miles completion fish | source                   in ~/.config/fish/config.fish",
-}
-
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(list(WHERE)))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
     """Print the completion script of a shell; load it where the shell starts.
 
@@ -28,30 +22,22 @@ def command(shell: str) -> None:
 
     Every flag of `miles run` is completed, those of installed plugins and of Megatron-core included.
     """
-    from click.shell_completion import get_completion_class
-
     from miles_core.cli import cli
 
     click.echo(get_completion_class(shell)(cli, {}, "miles", "_MILES_COMPLETE").source())
 
 
-_SELECTING = {"--no-plugin": "Take a plugin out again, also one of a preset.",
-              "--preset": "Plugins and values under a name that a plugin offers."}
-
-
 def run_flags(incomplete: str) -> list[CompletionItem]:
     """Flags of `miles run` that begin so; the many of Megatron-core and SGLang once there is a letter to go by."""
+    from miles_core.config.flags import NAMING, spellings
     from miles_core.config.surfaces import surfaces_of
     from miles_core.plugins.select import built_in
 
-    flags = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
+    flags = {flag: option.help for option in options() for side in spellings(option) for flag in side} | NAMING
     for surface in surfaces_of(built_in()):
         for flag, text in surface.complete(incomplete):
             flags.setdefault(flag, text)
-    if "--plugin".startswith(incomplete):
-        flags["--plugin"] = "Enable a plugin, by name or file; may be repeated."
-    flags |= {flag: text for flag, text in _SELECTING.items() if flag.startswith(incomplete)}
-    return [CompletionItem(flag, help=text) for flag, text in flags.items()]
+    return [CompletionItem(flag, help=text) for flag, text in flags.items() if flag.startswith(incomplete)]
 
 
 def run_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -74,17 +60,9 @@ def plugins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
     return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
-def _own_flags() -> Iterator[tuple[str, str]]:
-    """(flag, help) of the core's options and of the installed plugins'."""
-
-    for option in options():
-        on, off = spellings(option)
-        for flag in (*on, *off):
-            yield flag, option.help
-
-
 def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(flag, its values): those of a Literal type, and the names that plugins offer for a named hook."""
+    from miles_core.config.flags import spellings
     from miles_core.plugins.scan import KNOWN
     from miles_core.plugins.select import built_in
 
@@ -108,13 +86,3 @@ def options(*, plugins: bool = True) -> Iterator[Option]:
     if plugins:
         for manifest in readable():
             yield from manifest.options.values()
-
-
-def spellings(option: Option) -> tuple[list[str], list[str]]:
-    """(flags that set an option, flags that switch it off), its own name first."""
-    from miles_core.config.tables import TABLES
-
-    dashed = option.name.replace("_", "-")
-    prefix = "" if option.table in TABLES else f"{option.table}."
-    off = [f"--{prefix}no-{dashed}", *option.off] if option.is_bool else []
-    return [f"--{prefix}{dashed}", *option.flags], off

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 
 from miles_core.cli.run import split
-from miles_core.errors import PluginError, UnknownKeyError, WaitError
-
-SECONDS = 120.0
-"""How long binding the hooks of a run may take."""
+from miles_core.errors import PluginError, UnknownKeyError
 
 _RUN = {"ignore_unknown_options": True, "allow_extra_args": True}
 _WORDS = "[RUN_FILE] [FLAGS]..."
-
-_BIND = """
-import sys
-from pathlib import Path
-from miles_core.cli import main_of
-from miles_core.plugins import bind
-from miles_core.plugins.plan import prepare
-
-def body():
-    words = sys.argv[1:]
-    plan = prepare(Path(words[0]) if words[0] else None, words[1:])
-    bind.check_roles_apart([bind.bind(plan.selected, plan.config, role) for role in ("driver", "rollout", "trainer")])
-
-main_of(body)
-"""
 
 
 @click.command("check", context_settings=_RUN)
@@ -41,20 +21,12 @@ def check(words: tuple[str, ...]) -> None:
     \b
       miles plugins check examples/demo.toml --plugin r3 --plugin fp8
     """
+    from miles_core.hookspecs import ROLES
+    from miles_core.plugins import bind
     from miles_core.plugins.plan import prepare
 
-    run_file, flags = split(words)
-    plan = prepare(run_file, flags)
-    command = [sys.executable, "-c", _BIND, str(run_file or ""), *flags]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise WaitError(f"binding the hooks took more than {SECONDS:g} s", code="hook-binding-timeout",
-                        who="miles plugins check",
-                        fix="run `miles plugins doctor` to see which plugin is slow") from None
-    if done.returncode:
-        click.echo(done.stderr, nl=False, err=True)
-        raise SystemExit(done.returncode)
+    plan = prepare(*split(words))
+    bind.check_roles_apart([bind.bind(plan.selected, plan.config, role) for role in ROLES])
     names = [one.manifest.name for one in plan.selected if not one.ours]
     click.echo(f"{len(names)} plugins fit each other: {', '.join(names) or 'none beside the core'}")
     for note in plan.notes:
@@ -73,7 +45,7 @@ def why(key: str, words: tuple[str, ...]) -> None:
     """
     import difflib
 
-    from miles_core.config.load import load
+    from miles_core.config.load import declared, load
     from miles_core.plugins.plan import prepare
 
     run_file, flags = split(words)
@@ -90,25 +62,15 @@ def why(key: str, words: tuple[str, ...]) -> None:
         key = meant[0]
         click.echo(key)
     assigned = load(run_file, flags).assigned.get(key, [])
-    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in assigned)]
+    table, _, name = key.partition(".")
+    option = declared(plan.selected).get(table, {}).get(name)
+    default = None if option is None else option.default  # another program's, whose default is its own
+    chain = [(default, "default"), *((value, str(origin)) for value, origin in assigned)]
     if origins[key] not in {origin for _, origin in chain}:
         chain.append((values[key], f"derived: {origins[key]}"))
     width = max(len(repr(value)) for value, _ in chain)
     for number, (value, origin) in enumerate(chain):
         click.echo(f"{'->' if number == len(chain) - 1 else '  '} {value!r:<{width}}  {origin}")
-
-
-def _default(plan, key: str) -> object:
-    from miles_core.config.options import options_of
-    from miles_core.config.tables import TABLES
-
-    table, _, name = key.partition(".")
-    if table in TABLES and name in (known := options_of(table, TABLES[table])):
-        return known[name].default
-    for one in plan.selected:
-        if one.manifest.name == table and name in one.manifest.options:
-            return one.manifest.options[name].default
-    return None
 
 
 @click.command("graph", context_settings=_RUN)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from miles_core.config.hardware import colocate, trainer_host, weight_sync
+from miles_core.config.hardware import Note, colocate, trainer_host, weight_sync
 from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, CheckpointError, ConfigError
@@ -35,9 +35,6 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
         if plugins is not None:
             resolve(plugins, config)  # a part that nobody offers is told before what is wrong with files
         return config if hooks.check is None else hooks.check(config, notes.append, selected), notes
-
-
-Note = Callable[[str], None]
 
 
 def _in_run_dir(config: RunConfig) -> RunConfig:
@@ -146,8 +143,7 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
 
 def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
     checkpoint = config.checkpoint
-    changed: dict[str, object] = {}
-    if config.algorithm.needs_reference and checkpoint.ref_load is None:
-        note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")
-        changed["checkpoint__ref_load"] = checkpoint.hf_checkpoint
-    return with_values(config, "derived", **changed)
+    if not config.algorithm.needs_reference or checkpoint.ref_load is not None:
+        return config
+    note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")
+    return with_values(config, "derived", checkpoint__ref_load=checkpoint.hf_checkpoint)

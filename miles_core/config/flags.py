@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 from miles_core.config.options import Option, Origin
 from miles_core.config.surfaces import Surface, advice, alike
+from miles_core.config.tables import TABLES
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 
-NAMING = ("--plugin", "--no-plugin", "--preset")
-"""Flags that say of what a run is made, and are no option's."""
+NAMING = {"--plugin": "Enable a plugin, by name or file; may be repeated.",
+          "--no-plugin": "Take a plugin out again, also one of a preset.",
+          "--preset": "Plugins and values under a name that a plugin offers."}
+"""Flags that say of what a run is made, and are no option's, with their help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +43,33 @@ class Given:
     words: tuple[str, ...]
 
 
-class Spellings:
-    """Which option each spelling belongs to, and whether it switches it off.
+Spellings = dict[str, tuple[Option, bool]]
+"""Flag -> the option that it belongs to, and whether it switches it off."""
+
+
+def spellings(option: Option) -> tuple[list[str], list[str]]:
+    """(flags that set an option, flags that switch it off), its own name first."""
+    dashed = option.name.replace("_", "-")
+    prefix = "" if option.table in TABLES else f"{option.table}."
+    off = [f"--{prefix}no-{dashed}", *option.off] if option.is_bool else []
+    return [f"--{prefix}{dashed}", *option.flags], off
+
+
+def owners(options: Iterable[Option]) -> Spellings:
+    """Whose each flag is.
 
     Raises:
         OwnerError: two options claim one spelling.
     """
-
-    def __init__(self, options: Iterable[Option], core: frozenset[str]):
-        self._owners: dict[str, tuple[Option, bool]] = {}
-        for option in options:
-            dashed = option.name.replace("_", "-")
-            prefix = "" if option.table in core else f"{option.table}."
-            spelled = [f"--{prefix}{dashed}", *option.flags]
-            off = [f"--{prefix}no-{dashed}", *option.off] if option.is_bool else []
-            for flag in spelled:
-                self._claim(flag, option, False)
-            for flag in off:
-                self._claim(flag, option, True)
-
-    def __contains__(self, flag: str) -> bool:
-        return flag in self._owners
-
-    def __iter__(self):
-        return iter(self._owners)
-
-    def __getitem__(self, flag: str) -> tuple[Option, bool]:
-        return self._owners[flag]
-
-    def _claim(self, flag: str, option: Option, off: bool) -> None:
-        first = self._owners.setdefault(flag, (option, off))[0]
-        if first.key != option.key:
-            raise OwnerError(f"the flag {flag} is claimed by {first.key} and by {option.key}", code="flag-owned-twice",
-                             fix="rename the spelling in one of the two plugins")
+    claimed: Spellings = {}
+    for option in options:
+        on, off = spellings(option)
+        for flag in (*on, *off):
+            first = claimed.setdefault(flag, (option, flag in off))[0]
+            if first.key != option.key:
+                raise OwnerError(f"the flag {flag} is claimed by {first.key} and by {option.key}",
+                                 code="flag-owned-twice", fix="rename the spelling in one of the two plugins")
+    return claimed
 
 
 def split(argv: Sequence[str]) -> list[Given]:
@@ -144,19 +141,11 @@ def value_of(one: Given, option: Option, off: bool) -> object:
                               fix="write the flag alone")
         return (truth in ("true", "1", "yes")) != off
     if option.is_list:
-        numbers = "int" in option.type or "float" in option.type
-        return [_number(word) if numbers else word for word in one.words]
+        return list(one.words)
     if len(one.words) != 1:
         raise ConfigError(f"{one.flag} takes exactly one value", got=" ".join(one.words) or "none",
                           code="flag-takes-one-value", fix=f"write {one.flag} VALUE; a flag starts with two dashes")
     return one.words[0]
-
-
-def _number(word: str) -> object:
-    try:
-        return int(word)
-    except ValueError:
-        return word
 
 
 def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], surfaces: Sequence[Surface],

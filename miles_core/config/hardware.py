@@ -50,17 +50,6 @@ def weight_sync(config: RunConfig, note: Note) -> RunConfig:
                           code="weight-sync-engine-mismatch", who=who(config, "perf.weight_sync"),
                           got=f"it needs {needs}, and the engine understands {', '.join(sorted(config.understood))}",
                           fix=f"use one of {suited}, or remove it" if suited else "use that of the engine's plugin")
-    if sync == "ipc" and not perf.colocate:
-        raise ConfigError("the weight sync 'ipc' needs trainer and engine on the same GPUs", code="ipc-needs-colocate",
-                          who=who(config, "perf.weight_sync"), fix="add --colocate, or use --weight-sync broadcast")
-    if sync == "broadcast" and perf.colocate:
-        raise ConfigError("the weight sync 'broadcast' needs separate GPUs, and --colocate shares them",
-                          code="broadcast-with-colocate", who=who(config, "perf.weight_sync", "perf.colocate"),
-                          fix="remove --weight-sync: --colocate then uses ipc")
-    if sync in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
-        raise ConfigError(f"the weight sync {sync!r} needs a folder that trainer and engines share",
-                          code="weight-sync-needs-folder", who=who(config, "perf.weight_sync"),
-                          fix="add --update-weight-disk-dir FOLDER")
     return config
 
 
@@ -75,11 +64,6 @@ def gpus() -> int:
     if visible is not None:
         return sum(1 for word in visible.split(",") if word.strip() not in ("", "-1"))
     return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-
-
-def engines(config: RunConfig) -> int:
-    """How many engines with servers sample."""
-    return config.perf.rollout_num_gpus // config.perf.rollout_num_gpus_per_engine
 
 
 def engine_dtype(config: RunConfig) -> str:

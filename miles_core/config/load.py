@@ -107,7 +107,7 @@ def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
 
 def _by_flags(cli_flags: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
     """(official plugin, flag) for flags that are a plugin's by a surface: --use-tis says tis as clearly as --plugin."""
-    have, spellings = {one.manifest.name for one in selected}, _spellings(_declared(selected))
+    have, spellings = {one.manifest.name for one in selected}, _spellings(declared(selected))
     enabled: dict[str, str] = {}
     for one in cli_flags:
         for surface in surfaces_of(selected) if one.flag not in spellings else ():
@@ -116,7 +116,7 @@ def _by_flags(cli_flags: Sequence[Given], selected: Sequence[Selected]) -> list[
     return list(enabled.items())
 
 
-def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
+def declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
     """Table -> its options: the core's, then those of plugins, which may have none.
 
     Raises:
@@ -132,12 +132,12 @@ def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
 
 
 def _spellings(tables: Mapping[str, Mapping[str, Option]]) -> Spellings:
-    return Spellings((option for table in tables.values() for option in table.values()), frozenset(TABLES))
+    return flags.owners(option for table in tables.values() for option in table.values())
 
 
 def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected: list[Selected],
            named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
-    tables = _declared(selected)
+    tables = declared(selected)
     plugins, spellings = [name for name in tables if name not in TABLES], _spellings(tables)
     absent, surfaces = _absent(plugins), surfaces_of(selected)
     if lenient:
@@ -213,6 +213,21 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
         return path, {**(constants.get("text_config") or {}), **constants}
     except (OSError, ValueError, AttributeError, TypeError):
         return path, None
+
+
+def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
+    """config.json under the names that most families have, by what the family's plugin states of it: `KEY=OTHER`, it
+    calls KEY so, and `KEY=8`, what it has where config.json leaves KEY out."""
+    path, constants = config_json(config)
+    stated = [word.partition("=") for word in config.stated.get(f"model_spec:{config.model.model_name}", ())]
+    default = {key: int(word) for key, _, word in stated if word.isdecimal()}
+    return path, constants and {**default, **constants, **{
+        key: constants[word] for key, _, word in stated if word in constants}}
+
+
+def vocabulary_of(config: RunConfig) -> int | None:
+    """What every token id is below; None where config.json does not say."""
+    return (shape_json(config)[1] or {}).get("vocab_size")
 
 
 def quantised(config: RunConfig) -> str | None:

@@ -15,6 +15,7 @@ from miles_core.config.tables import RunConfig
 
 if TYPE_CHECKING:
     from miles_core.config.flags import Assignment, Given
+    from miles_core.config.options import Option
     from miles_core.plugins.select import Selected
 
 
@@ -63,13 +64,13 @@ class Surface(Protocol):
         """(flag, help) of the flags that begin so."""
         return ()
 
-    def page(self, table: str) -> list[str]:
-        """What docs/flags.md says of a table's further keys, in Markdown."""
-        return []
+    def page(self, table: str) -> Iterable[str | Option]:
+        """What docs/flags.md says of a table's further keys: lines of Markdown, and the keys."""
+        return ()
 
-    def appendix(self) -> list[str]:
-        """What docs/flags.md says beside its tables."""
-        return []
+    def appendix(self) -> Iterable[str | tuple[str, str, str]]:
+        """What docs/flags.md says beside its tables: lines of Markdown, and (flag, what becomes of it, meaning)."""
+        return ()
 
 
 def surfaces_of(selected: Sequence[Selected]) -> list[Surface]:

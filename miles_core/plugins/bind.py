@@ -111,7 +111,7 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
                 implementations[offer.hook].append((one.manifest.name, offer.name, call))
                 if call.tally is not None:
                     tallies.setdefault(f"{one.manifest.name}/{offer.hook}", []).append(call.tally)
-        _register(manager, one, instance)
+        manager.register(instance, one.manifest.name)  # `fit` has refused with reasons what pluggy would
     hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
     versions = {one.manifest.name: one.version for one in selected}
     return Hooks(role=role, instances=instances, versions=versions, tallies=tallies, figures=figures, **hooks)
@@ -164,15 +164,6 @@ def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) ->
         raise PluginError(f"plugin {one.manifest.name!r} cannot be constructed", code="plugin-constructor-failed",
                           got=f"{type(error).__name__}: {error}", who=one.manifest.plugin,
                           fix="correct its __init__ or its options") from error
-
-
-def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:
-    try:
-        manager.register(instance, one.manifest.name)
-    except pluggy.PluginValidationError as error:
-        raise HookError(f"plugin {one.manifest.name!r} {one.version} does not fit its hook",
-                        code="hook-signature-mismatch", got=str(error), who=one.manifest.plugin,
-                        fix="see docs/hooks.md for the hook's arguments") from None
 
 
 def _check_class(one: Selected, kind: type) -> None:

@@ -72,9 +72,12 @@ def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -
 
 def _version(one: Selected) -> str:
     """As installed here, which the plan cannot know of another host."""
-    if one.source == "file":
-        return "file"
+    return "file" if one.source == "file" else f"{one.source} {installed_version(one.source) or 'missing'}"
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
     try:
-        return f"{one.source} {metadata.version(one.source)}"
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return f"{one.source} missing"
+        return None

@@ -6,11 +6,9 @@ nobody awaits, a method that never returns) is refused here, with plugin, versio
 
 from __future__ import annotations
 
-import ast
 import difflib
 import dis
 import functools
-import importlib.machinery
 import inspect
 import linecache
 import re
@@ -22,7 +20,7 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.errors import HookError, MilesError
 from miles_core.plugins.load import marked
-from miles_core.plugins.manifest import Manifest, Offer
+from miles_core.plugins.manifest import Offer
 from miles_core.plugins.select import Selected, all_specs
 
 STREAMS = ("Iterable", "Iterator")
@@ -54,31 +52,10 @@ def definition(function: Callable | type) -> str:
     return f"{shown}:{line} {function.__qualname__}"
 
 
-def located(one: Selected, method: str) -> str:
-    """`definition` of a plugin's method as its source tells, without importing it."""
-    path, methods = source_of(one.manifest)
-    if method not in methods:
-        return f"{one.manifest.plugin}.{method}"
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{methods[method].lineno} {one.manifest.plugin.rpartition(':')[2]}.{method}"
-
-
-def source_of(manifest: Manifest) -> tuple[Path, dict[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """A plugin's file, and its class's methods there; none where the source cannot be read."""
-    where, _, kind = manifest.plugin.rpartition(":")
-    path = Path(where)
-    if not where.endswith(".py"):
-        package, *inner = where.split(".")
-        spec = importlib.machinery.PathFinder.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return path, {}
-        path = Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError):
-        return path, {}
-    return path, {node.name: node for owner in body if isinstance(owner, ast.ClassDef) and owner.name == kind
-                  for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+def located(one: Selected, offer: Offer) -> str:
+    """`definition` of a plugin's method as its manifest tells, without importing it."""
+    where, _, kind = one.manifest.plugin.rpartition(":")
+    return f"{where}:{offer.line} {kind}.{offer.method}" if offer.line else f"{where} {kind}.{offer.method}"
 
 
 def check_hook(name: str) -> None:
@@ -102,7 +79,7 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     if offer.hook not in table:
         near = difflib.get_close_matches(offer.hook, table, 1)
         raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is not a hook",
-                        code="hook-not-declared", who=who(one, offer.hook, located(one, offer.method)),
+                        code="hook-not-declared", who=who(one, offer.hook, located(one, offer)),
                         fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
     return table[offer.hook]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 from miles_core.errors import ConfigError, LockError
@@ -30,7 +29,7 @@ def of(plan: Plan) -> dict:
     stated = plan.to_json()
     return {
         "format": FORMAT, "plan": plan.digest, "python": platform.python_version(), "core": digest.core(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := digest.installed_version(name))},
         "plugins": [{"name": one.manifest.name, "source": one.source, "version": one.version, "digest": digest.of(one)}
                     for one in plan.selected],
         "owners": stated["owners"], "order": stated["order"],
@@ -98,10 +97,3 @@ def _changed(what: str, then: Mapping, now: Mapping) -> list[str]:
     word = {"packages": "", "options": "", "order": "call order of "}[what]
     return [f"{word}{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in sorted({*then, *now})
             if then.get(key) != now.get(key)]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

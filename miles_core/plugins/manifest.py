@@ -32,12 +32,14 @@ class Offer:
 
     Args:
         help: of commands and conversions, the line that `miles --help` and `miles convert --help` show.
+        line: of the method, where it was read from its source.
     """
 
     hook: str
     name: str
     method: str
     help: str = field(default="", compare=False)
+    line: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Manifest:
         implies: dotted key -> value that the run gets with the plugin, unless somebody says otherwise.
         presets: name -> what `--preset NAME` stands for; see plugins/presets.py.
         precision: row of the plan's table of precision -> what the plugin makes of it, or several texts, of which the
-            first counts whose words in braces are all set (config/precision.py).
+            first counts whose words in braces are all set.
     """
 
     name: str
@@ -191,7 +193,7 @@ def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, p
         hook = _literal(marker.args[0], path) if marker.args else keywords.get("spec") or hook
         name = keywords.get("name")
     about = (ast.get_docstring(function) or "").partition("\n")[0] if hook in ("commands", "convert") else ""
-    return Offer(hook, name or plugin, function.name, about)
+    return Offer(hook, name or plugin, function.name, about, function.lineno)
 
 
 def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], path: Path) -> dict[str, Option]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.config import check as checks
 from miles_core.config.hardware import engine_dtype
-from miles_core.config.load import load
-from miles_core.config.options import options_of
+from miles_core.config.load import declared, load
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.plugins import resolve
 from miles_core.plugins.bind import bind
@@ -43,10 +42,6 @@ class Plan:
     def owner(self, hook: str) -> Choice:
         """The choice for a hook that has one owner."""
         return next(choice for choice in self.choices if choice.hook == hook)
-
-    def chosen(self, hook: str) -> list[str]:
-        """The names chosen for a hook, in order."""
-        return [choice.name for choice in self.choices if choice.hook == hook]
 
     @property
     def digest(self) -> str:
@@ -93,17 +88,14 @@ def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
 def _values(plan: Plan) -> list[tuple[str, object, str]]:
     """(key, value, who set it) of every option, and of fields of Megatron-core, SGLang and its router that are set."""
     config, rows = plan.config, []
-    for table, kind in TABLES.items():
-        for name, option in options_of(table, kind).items():
-            value = getattr(getattr(config, table), name)
+    for table, options in declared(plan.selected).items():
+        own = vars(getattr(config, table)) if table in TABLES else config.options.get(table, {})
+        for name, option in options.items():
+            value = own.get(name, option.default)
             rows.append((option.key, value, str(config.origin.get(option.key, "default"))))
     for table, values in config.surfaces.items():
         for name, value in values.items():
             rows.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}", "derived"))))
-    for one in plan.selected:
-        for option in one.manifest.options.values():
-            value = config.options.get(one.manifest.name, {}).get(option.name, option.default)
-            rows.append((option.key, value, str(config.origin.get(option.key, "default"))))
     return rows
 
 

@@ -136,7 +136,7 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                 if first != one.manifest.name:
                     raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
                                      f"{first} and {one.manifest.name}", code="part-offered-twice",
-                                     who=" and ".join(fit.who(one, offer.hook, fit.located(one, mine.method))
+                                     who=" and ".join(fit.who(one, offer.hook, fit.located(one, mine))
                                                       for one in selected for mine in one.manifest.offers
                                                       if (mine.hook, mine.name) == (offer.hook, offer.name)),
                                      fix="enable only one of them, or rename one")

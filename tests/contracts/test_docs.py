@@ -175,8 +175,9 @@ def test_flags_that_the_docs_name_exist(page):
     from miles_sglang.forwarded import PREFIXES, surface_of
 
     from miles_core.cli import completion
+    from miles_core.config.flags import spellings
 
-    known = {flag for option in completion.options() for side in completion.spellings(option) for flag in side}
+    known = {flag for option in completion.options() for side in spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
     known |= {"--host", "--port", "--open", "--distribution", "--family", "--template", "--both", "--b-on-cpu"}

@@ -5,11 +5,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from miles_megatron import estimate, heads
+from miles_megatron import architecture, estimate, heads
 from miles_megatron.testing.parity import BEGIN, END, cases
 from source import ROOT
 
-from miles_core.config import architecture
 from miles_core.plugins import select
 from miles_core.plugins.load import import_file
 from miles_core.plugins.scan import KNOWN, installed

@@ -48,8 +48,8 @@ def measure(shape: str, trainer: str, tokens: int, length: int, steps: int, flag
             profile: bool) -> dict[str, object]:
     """One case, in this process. The first step pays for kernels that are chosen and compiled."""
     from miles_megatron import estimate
+    from miles_megatron.architecture import architecture_of
 
-    from miles_core.config.architecture import architecture_of
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
 

@@ -13,12 +13,13 @@ from miles_megatron.surface import SurfaceField
 from miles_sglang.forwarded import surface_of
 
 from miles_core.cli import completion
+from miles_core.config.flags import spellings
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES
 from miles_core.plugins.select import all_specs
 
 OWN = {option.key for table, kind in TABLES.items() for option in options_of(table, kind).values()}
-SPELLED = {flag for one in completion.options() for side in completion.spellings(one) for flag in side} | {"--plugin"}
+SPELLED = {flag for one in completion.options() for side in spellings(one) for flag in side} | {"--plugin"}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ GOOD = ("--hf-checkpoint", "tiny", "--prompt-data", "x/train.jsonl", "--rollout-
 def test_help_names_every_command_and_imports_none(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         assert re.search(rf"^  {name}\s+{re.escape(text)}$", result.output, re.MULTILINE)
 
 
@@ -38,7 +38,8 @@ def test_the_help_of_run_has_the_tables_of_the_core_and_of_every_run_and_each_op
     assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == [*TABLES, "sglang", "local", "ray"]
     assert len(TABLES) == 8
     words = set(re.findall(r"--[\w-]+", text))
-    from miles_core.cli.completion import options, spellings
+    from miles_core.cli.completion import options
+    from miles_core.config.flags import spellings
 
     assert {spellings(option)[0][0] for option in options(plugins=False)} <= words
     assert "typing" not in text and "NoneType" not in text
@@ -53,10 +54,11 @@ def test_version(invoke):
     assert invoke("--version").output.strip() == importlib.metadata.version("miles-core")
 
 
-def test_a_misspelt_command_is_answered_with_the_nearest(call):
-    code, _, err = call("repor")
+@pytest.mark.parametrize(("words", "meant"), [(["repor"], "report"), (["plugins", "lits"], "list")])
+def test_a_misspelt_command_is_answered_with_the_nearest(call, words, meant):
+    code, _, err = call(*words)
     assert code == 2
-    assert "Did you mean 'report'?" in err
+    assert f"Did you mean {meant!r}?" in err
 
 
 def test_a_command_that_resembles_none(call):
@@ -199,7 +201,7 @@ def test_a_command_ends_the_process_with_the_code_that_it_exits_with(call, monke
     def leaves(ctx):
         ctx.exit(code)
 
-    monkeypatch.setattr("miles_core.cli.of_plugin", lambda name: {"leaves": leaves}.get(name))
+    monkeypatch.setattr("miles_core.cli.of_plugin", lambda name, group: {"leaves": leaves}.get(name))
     assert call("leaves") == (code, "", "")
 
 

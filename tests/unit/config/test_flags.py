@@ -139,12 +139,12 @@ def test_a_wrong_key_of_a_run_file_is_named_with_its_line(tmp_path, table, key, 
 
 
 def test_a_spelling_has_one_owner():
-    from miles_core.config.flags import Spellings
+    from miles_core.config.flags import owners
     from miles_core.config.options import Option
 
     options = [Option("a", "x", "int", 1, "", ("--shared",)), Option("b", "y", "int", 1, "", ("--shared",))]
     with pytest.raises(OwnerError, match=r"a\.x and by b\.y.*\[flag-owned-twice\]"):
-        Spellings(options, frozenset())
+        owners(options)
 
 
 def test_underscores_and_equals_signs_are_as_good():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from miles_megatron import estimate
+from miles_megatron.architecture import Architecture, architecture_of
 from miles_megatron.layout import Layout, layout_of
 
-from miles_core.config.architecture import Architecture, architecture_of
 from miles_core.config.tables import Checkpoint, RunConfig
 from miles_core.errors import BatchError, ConfigError
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from miles_megatron import estimate
 from miles_megatron import memory_plan as memory
+from miles_megatron.architecture import Architecture
 from miles_megatron.layout import Layout
 
-from miles_core.config.architecture import Architecture
 from miles_core.config.tables import Optimizer, Perf, RunConfig
 from miles_core.errors import ConfigError
 

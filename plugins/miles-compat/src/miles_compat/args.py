@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from miles_megatron.architecture import NAMES, architecture_of
+
 from miles_core.config import RunConfig
-from miles_core.config.architecture import NAMES, architecture_of
 from miles_core.config.load import config_json
 from miles_core.config.tables import TABLES
 

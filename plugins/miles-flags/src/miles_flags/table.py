@@ -96,15 +96,11 @@ class MilesFlags(Surface):
         accepted = [name for name, entry in flags().items() if "refused" not in entry]
         return alike(flag, accepted, 0.7) or alike(flag, [*flags()], 0.85)
 
-    def appendix(self) -> list[str]:
+    def appendix(self) -> Iterable[str | tuple[str, str, str]]:
         """See Surface."""
-        from miles_core.config.markdown import cell, rows
-
-        lines = ["## Flags of today's Miles and slime", "", PAGE, *rows("flag", "", "meaning")]
+        yield from ("## Flags of today's Miles and slime", "", PAGE)
         for flag, entry in flags().items():
-            status = next((word for word in ("refused", "derived") if word in entry), "accepted")
-            lines.append(f"| `{flag}` | {status} | {cell(_meaning(entry))} |")
-        return [*lines, ""]
+            yield flag, next((word for word in ("refused", "derived") if word in entry), "accepted"), _meaning(entry)
 
 
 def _read(key: str, flag: Given, notes: list[str], origin: Origin) -> list[Assignment]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from miles_local.muon_options import LAYER_WISE, MUON
 
-from miles_core.config.architecture import Architecture, shape_json, sparse_layers
+from miles_core.config.load import shape_json
 from miles_core.config.tables import RunConfig
+from miles_megatron.architecture import Architecture, sparse_layers
 from miles_megatron.heads import Compressed, OfLayers, embedded, heads_of, mean_ffn, sizes_of, streams_of
 from miles_megatron.layout import Layout, layout_of
 
@@ -90,7 +91,7 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     normalisers = sum(share * FP32 * (size.heads + one.groups) / tensor for one, share in kinds)
     latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
     # Linear attention is computed again from its inputs.
-    linear, full, (keys, inner) = size.linear / size.layers, size.full / size.layers, _linear_widths(size)
+    linear, full, (keys, inner) = size.linear / size.layers, size.full / size.layers, size.linear_widths
     mixers, mlps, own = linear + full, 1.0 if sparse else _dense(size), value * embedded(size) / model.split
     activations = {
         "attention norm: input": mixers * (hidden + statistic),
@@ -380,15 +381,10 @@ def mixing(size: Architecture) -> tuple[int, int]:
         whole = size.hidden * (size.rank + size.turned + (size.query_rank or 0))
         made = size.rank * (size.plain + size.value_dim) + size.value_dim * size.hidden
         cut = size.full * size.heads * (size.head_dim * (size.query_rank or size.hidden) + made)
-    keys, values = _linear_widths(size)
+    keys, values = size.linear_widths
     # Queries, keys, values, the gates of the output, and two numbers per head; then the output.
     linear = size.hidden * (2 * keys + 2 * values + 2 * (size.linear_heads or 0)) + values * size.hidden
     return (cut + linear * size.linear) // size.layers, whole * size.full // size.layers
-
-
-def _linear_widths(size: Architecture) -> tuple[int, int]:
-    """Channels of all keys and of all values of a layer of linear attention; 0 without such layers."""
-    return ((size.linear_groups or 0) * (size.linear_key or 0), (size.linear_heads or 0) * (size.linear_value or 0))
 
 
 def active_parameters(size: Architecture) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_core.config.architecture import Architecture, architecture_of, shape_json
+from miles_core.config.load import shape_json
 from miles_core.config.tables import RunConfig
+from miles_megatron.architecture import Architecture, architecture_of
 
 
 @dataclass(frozen=True)

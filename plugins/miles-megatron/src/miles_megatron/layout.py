@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from miles_core.config.architecture import NAMES, Architecture
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
+from miles_megatron.architecture import NAMES, Architecture
 from miles_megatron.heads import Compressed, OfLayers, sizes_of
 
 KEYS = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from miles_core.config.flags import Assignment, alone, needless, words_of
-from miles_core.config.options import Option, Origin, convert
+from miles_core.config.options import REQUIRED, Option, Origin, convert
 from miles_core.config.surfaces import Surface, alike
 from miles_core.errors import UnknownKeyError
 from miles_megatron import flags
@@ -87,9 +87,8 @@ class MegatronOptions(Surface):
             if flag.startswith(prefix):
                 yield flag, field.help or "A field of Megatron-core."
 
-    def page(self, table: str) -> list[str]:
+    def page(self, table: str) -> Iterable[str | Option]:
         """See Surface."""
-        from miles_core.config.markdown import rows
         from miles_core.config.options import options_of
         from miles_core.config.tables import TABLES
 
@@ -97,18 +96,15 @@ class MegatronOptions(Surface):
         fields = [field for field in flags.taken() if field.table == table and field.name not in own]
         example = fields[0].name.replace("_", "-")
         return [f"### Megatron-core's fields in [{table}]", "", FIELDS.format(version=version(), example=example),
-                *rows("key", "type", "default", "meaning"), *(_row(field) for field in fields), ""]
+                *(_option(field) for field in fields)]
 
-    def appendix(self) -> list[str]:
+    def appendix(self) -> Iterable[str | tuple[str, str, str]]:
         """See Surface."""
-        from miles_core.config.markdown import cell, rows
-
-        lines = ["## Megatron-LM's flags", "", MEGATRON_LM.format(**flags.source()), *rows("flag", "", "meaning")]
+        yield from ("## Megatron-LM's flags", "", MEGATRON_LM.format(**flags.source()))
         for flag in flags.megatron_lm_flags().values():
             sets = [f"`{key.removeprefix(OWN)} = {json.dumps(value)}`" for key, value in (flag.set or {}).items()]
             sets += [f"`{flag.key.removeprefix(OWN)}`"] if flag.key else []
-            lines.append(f"| `{flag.name}` | {flag.status} | {cell(flag.text or 'sets ' + ', '.join(sets))} |")
-        return [*lines, ""]
+            yield flag.name, flag.status, flag.text or "sets " + ", ".join(sets)
 
 
 def _key(name: str) -> str:
@@ -125,9 +121,6 @@ def _type(field: SurfaceField) -> str:
     return f"Literal[{', '.join(map(repr, words))}]" + (" | None" if field.type.endswith("None") else "")
 
 
-def _row(field: SurfaceField) -> str:
-    from miles_core.config.markdown import cell, kind, value
-
-    default = value(field.default) if field.has_default else "needed"
-    choices = field.type[7:].partition("]")[0].split("|") if field.type.startswith("choice[") else ()
-    return f"| `{field.name}` | {kind(field.type, choices)} | {default} | {cell(field.help)} |"
+def _option(field: SurfaceField) -> Option:
+    default = field.default if field.has_default else REQUIRED
+    return Option("megatron", field.name, _type(field), default, field.help)

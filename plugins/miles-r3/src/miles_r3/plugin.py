@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from miles_megatron.architecture import architecture_of
+
 from miles_core.columns import Align, Column
 from miles_core.config import RunConfig, option
-from miles_core.config.architecture import architecture_of
 from miles_core.config.load import who, with_values
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl

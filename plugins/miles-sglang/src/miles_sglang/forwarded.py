@@ -203,19 +203,15 @@ class ServerArguments(surfaces.Surface):
                 if flag.startswith(prefix):
                     yield flag, field.help or f"An argument of {surface_of(table)}."
 
-    def page(self, table: str) -> list[str]:
+    def page(self, table: str) -> Iterable[str | Option]:
         """See Surface."""
         return [*_served("server", "sglang"), *_served("router", "smg")]
 
 
-def _served(table: str, package: str) -> list[str]:
+def _served(table: str, package: str) -> list[str | Option]:
     """Arguments of SGLang or its router, of the bundled list: the page does not depend on what is installed."""
-    from miles_core.config.markdown import kind, rows, value
-
     known, title = surface.bundled(package), surface.TITLES[package]
     key = ", the key `router_` and the name" if table == "router" else ""
-    lines = [f"### {title}'s arguments in [sglang]", "",
-             SERVED.format(title=title, version=known.version, prefix=PREFIXES[table], key=key)]
-    arguments = [f"| `{field.name}` | {kind(field.type, field.option(table).choices)} | {value(field.default)} |"
-                 for field in known.fields.values() if field.name not in OWNED[table]]
-    return [*lines, *rows("name", "type", "default"), *arguments, ""]
+    return [f"### {title}'s arguments in [sglang]", "",
+            SERVED.format(title=title, version=known.version, prefix=PREFIXES[table], key=key),
+            *(field.option(table) for field in known.fields.values() if field.name not in OWNED[table])]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from miles_core.config.hardware import engine_dtype, engines, gpus, trainer_gpus
+from miles_core.config.hardware import engine_dtype, gpus, trainer_gpus
 from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
@@ -27,7 +27,7 @@ def hardware(config: RunConfig, note: Note) -> RunConfig:
     Raises:
         ConfigError: what was asked for excludes itself or does not divide.
     """
-    for step in (_engine, _external, _gpus, _placement):
+    for step in (_engine, _external, _gpus, _placement, _weight_sync):
         config = step(config, note)
     return config
 
@@ -146,6 +146,30 @@ def _placement(config: RunConfig, note: Note) -> RunConfig:
     if perf.actor_num_nodes > 1 or hosted and perf.rollout_num_gpus_per_engine > perf.num_gpus_per_node:
         return with_values(config, "several nodes", perf__placement="ray")
     return config
+
+
+def _weight_sync(config: RunConfig, note: Note) -> RunConfig:
+    """One of SGLang's that the run names, and that its engine understands: what it needs of the hardware."""
+    sync = config.perf.weight_sync
+    if sync is None or not config.reaches(sync):
+        return config
+    if sync == "ipc" and not config.perf.colocate:
+        raise ConfigError("the weight sync 'ipc' needs trainer and engine on the same GPUs", code="ipc-needs-colocate",
+                          who=who(config, "perf.weight_sync"), fix="add --colocate, or use --weight-sync broadcast")
+    if sync == "broadcast" and config.perf.colocate:
+        raise ConfigError("the weight sync 'broadcast' needs separate GPUs, and --colocate shares them",
+                          code="broadcast-with-colocate", who=who(config, "perf.weight_sync", "perf.colocate"),
+                          fix="remove --weight-sync: --colocate then uses ipc")
+    if sync.startswith("disk") and config.perf.update_weight_disk_dir is None:
+        raise ConfigError(f"the weight sync {sync!r} needs a folder that trainer and engines share",
+                          code="weight-sync-needs-folder", who=who(config, "perf.weight_sync"),
+                          fix="add --update-weight-disk-dir FOLDER")
+    return config
+
+
+def engines(config: RunConfig) -> int:
+    """How many engines with servers sample."""
+    return config.perf.rollout_num_gpus // config.perf.rollout_num_gpus_per_engine
 
 
 def readers(options: SglangOptions) -> int:

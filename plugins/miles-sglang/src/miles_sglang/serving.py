@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from miles_preflight.checkpoint_files import other_tokens, read
 
-from miles_core.config.hardware import engines
 from miles_core.config.load import config_json, who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, HookError, UnknownKeyError
 from miles_sglang import surface
 from miles_sglang.forwarded import surface_of
+from miles_sglang.hardware import engines
 from miles_sglang.plugin import sglang_options
 
 if TYPE_CHECKING:

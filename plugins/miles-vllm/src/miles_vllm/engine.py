@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from miles_sglang.background import Background
 from miles_sglang.in_flight import check_lengths
 
-from miles_core.config.architecture import architecture_of
+from miles_core.config.load import vocabulary_of
 from miles_core.errors import EngineError, MilesError, SyncError
 from miles_core.hosts import in_daemon_thread
 from miles_core.stages.rollout import Request, Response
@@ -59,7 +59,7 @@ class VllmEngine:
         self._config, self._options, self._tokenizer = config, options, tokenizer
         self._pool = Servers(config, options, placement)
         self._pool.changed = self._wake
-        self._vocabulary = cast("int", architecture_of(config).vocab)
+        self._vocabulary = cast("int", vocabulary_of(config))
         self._context = cast("int", config.rollout.rollout_max_context_len)  # the plan has set it
         self._mode = logprobs_mode(config)
         self._calls: dict[str, Call] = {}

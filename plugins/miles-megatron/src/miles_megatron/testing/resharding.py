@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import BUILT_IN
+from miles_megatron.architecture import NAMES
 from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model, save
 from miles_megatron.testing.ranks import Ranks, batches, distance
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
 
-from miles_core.cli.completion import spellings
-from miles_core.config.markdown import cell, kind, rows, value
-from miles_core.config.options import Option
+from miles_core.config.flags import spellings
+from miles_core.config.options import REQUIRED, Option
 
 if TYPE_CHECKING:
     from miles_core.config.surfaces import Surface
@@ -49,7 +50,7 @@ def text() -> str:
     from miles_core.plugins.select import built_in
 
     surfaces = surfaces_of(built_in())
-    appendices = (line for surface in surfaces for line in surface.appendix())
+    appendices = (line for surface in surfaces for line in _written(surface.appendix()))
     return "\n".join([HEAD, *_tables(surfaces), *_plugins(surfaces), *appendices])
 
 
@@ -62,8 +63,8 @@ def _tables(surfaces: Sequence[Surface]) -> list[str]:
         own = options_of(table, declared)
         lines += [f"## [{table}]", "", (declared.__doc__ or "").strip(), ""]
         if own:
-            lines += [*rows("flag", "type", "default", "meaning"), *(_row(option) for option in own.values()), ""]
-        lines += [line for surface in surfaces if table in surface.tables for line in surface.page(table)]
+            lines += [*_head("flag", "type", "default", "meaning"), *(_row(option) for option in own.values()), ""]
+        lines += [line for surface in surfaces if table in surface.tables for line in _written(surface.page(table))]
     return lines
 
 
@@ -74,9 +75,10 @@ def _plugins(surfaces: Sequence[Surface]) -> list[str]:
     lines = ["## Plugins", "", "Official plugins that have options. `miles plugins list` shows the installed ones.", ""]
     for manifest in readable():
         if manifest.options and manifest.name in KNOWN:
-            lines += [f"### [{manifest.name}]", "", manifest.summary, "", *rows("flag", "type", "default", "meaning")]
+            lines += [f"### [{manifest.name}]", "", manifest.summary, "", *_head("flag", "type", "default", "meaning")]
             lines += [*(_row(option) for option in manifest.options.values()), ""]
-            lines += [line for one in surfaces if manifest.name in one.tables for line in one.page(manifest.name)]
+            lines += [line for one in surfaces if manifest.name in one.tables
+                      for line in _written(one.page(manifest.name))]
     return lines
 
 
@@ -86,4 +88,51 @@ def _row(option: Option) -> str:
     switch = off[1:] if option.default is False else off
     also += [f"off: {', '.join(f'`{flag}`' for flag in switch)}"] if switch else []
     words = " ".join([option.help, *(f"({item})" for item in also)])
-    return f"| `{on[0]}` | {kind(option.type, option.choices)} | {value(option.default)} | {cell(words)} |"
+    return f"| `{on[0]}` | {_kind(option)} | {_value(option.default)} | {_cell(words)} |"
+
+
+def _written(said: Iterable[str | Option | tuple[str, str, str]]) -> Iterator[str]:
+    """What a surface says: lines as they are, and a table of the keys or flags that follow each other."""
+    for lines, group in groupby(said, lambda one: isinstance(one, str)):
+        several = list(group)
+        keys = [one for one in several if isinstance(one, Option)]
+        if lines:
+            yield from several
+        elif not keys:
+            yield from _head("flag", "", "meaning")
+            yield from (f"| `{flag}` | {status} | {_cell(meaning)} |" for flag, status, meaning in several)
+        else:
+            explained = any(one.help for one in keys)
+            yield from _head("name", "type", "default", *["meaning"] * explained)
+            yield from (f"| `{one.name}` | {_kind(one)} | {_value(one.default)} |" + f" {_cell(one.help)} |" * explained
+                        for one in keys)
+        if not lines:
+            yield ""
+
+
+def _kind(option: Option) -> str:
+    """A type in words: what may be unset has the default none, which says it already."""
+    if option.choices:
+        return ", ".join(f"`{choice}`" for choice in option.choices)
+    return " or ".join(part for part in option.type.split(" | ") if part != "None")
+
+
+def _value(default: object) -> str:
+    """A default in a cell of a table."""
+    if default is REQUIRED:
+        return "needed"
+    if default is None or default == []:
+        return "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{_cell(default if isinstance(default, str) else json.dumps(default, default=str))}`"
+
+
+def _cell(words: str) -> str:
+    """A text that breaks no table."""
+    return " ".join(str(words).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _head(*names: str) -> list[str]:
+    """The head of a table."""
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]

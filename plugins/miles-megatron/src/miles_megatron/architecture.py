@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from miles_core.config.load import config_json, who
+from miles_core.config.load import shape_json, who
 from miles_core.config.tables import RunConfig
 
 # Field -> its names in config.json, the first that is there counts, and megatron-core's, which [model] may repeat.
@@ -109,6 +108,11 @@ class Architecture:
         return self.alone or self.layers
 
     @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Channels of all keys and of all values of a layer of linear attention; 0 without such layers."""
+        return ((self.linear_groups or 0) * (self.linear_key or 0), (self.linear_heads or 0) * (self.linear_value or 0))
+
+    @property
     def value_dim(self) -> int:
         """Channels of a value's head."""
         return self.value if self.rank and self.value else self.head_dim
@@ -138,16 +142,6 @@ def architecture_of(config: RunConfig) -> Architecture:
     alone, matrices = kinds.count("mlp") + kinds.count("moe"), 2 if known.get("mlp_hidden_act") == "relu2" else 3
     return Architecture(**sizes, linear=_linear(known, sizes.get("layers", 0)), sparse=sparse, alone=alone,
                         matrices=matrices, checkpoint=constants is not None, source=source)
-
-
-def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
-    """config.json under the names above, by what the family's plugin states of it: `KEY=OTHER`, it calls KEY so, and
-    `KEY=8`, what it has where config.json leaves KEY out."""
-    path, constants = config_json(config)
-    stated = [word.partition("=") for word in config.stated.get(f"model_spec:{config.model.model_name}", ())]
-    default = {key: int(word) for key, _, word in stated if word.isdecimal()}
-    return path, constants and {**default, **constants, **{
-        key: constants[word] for key, _, word in stated if word in constants}}
 
 
 def _kinds(constants: Mapping[str, object]) -> list[str]:

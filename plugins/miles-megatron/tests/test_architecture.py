@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from miles_megatron import estimate
+from miles_megatron.architecture import architecture_of
 
-from miles_core.config.architecture import architecture_of
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 
