@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import rich.console
     import rich.live
 
-HEADLINE: dict[str, tuple[str, ...]] = {
-    "reward": ("rollout/raw_reward", "rollout/reward", "rollout/rewards"),
-    "len": ("rollout/response_len/mean", "rollout/response_lengths"),
+HEADLINE = {
+    "reward": ("rollout/raw_reward",),
+    "len": ("rollout/response_len/mean",),
     "loss": ("train/loss",),
     "grad": ("train/grad_norm",),
     "kl": ("train/kl_loss", "train/ppo_kl"),
@@ -40,8 +40,7 @@ HEADLINE: dict[str, tuple[str, ...]] = {
 """What a line and the panel show -> the metrics that it may be, the first one there wins."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-_COLOURS = {"prompts": "bright_black", "rollout": "cyan", "score": "blue", "train": "magenta", "sync": "yellow",
-            "eval": "green", "save": "white"}
+_COLOURS = {"rollout": "cyan", "score": "blue", "train": "magenta", "sync": "yellow", "eval": "green", "save": "white"}
 _LEVELS = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -112,7 +111,7 @@ class Console:
 
     @_guarded
     def stage(self, name: str) -> None:
-        """What is being done now: prompts, rollout, score, train, sync, eval or save. No line of its own."""
+        """What is being done now: rollout, train, sync, eval or save. No line of its own."""
         self._stage, self._stage_began = name, time.monotonic()
         self._refresh()
 

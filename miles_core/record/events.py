@@ -162,32 +162,21 @@ def read(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[
 
 
 def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Seconds of each stage of one rollout, nothing counted twice, from its perf/ metrics.
+    """Seconds of each of STAGES of one rollout that took any, nothing counted twice, from its perf/ metrics.
 
-    Miles's train_time includes the passes for log-probs, which are the stage "score" here; names that are a stage's
-    own (perf/score_time, perf/sync_time, ...) are taken as they are.
+    The loop's train_time includes the passes for log-probs, which are the stage "score" here; most trainers time their
+    steps alone as well.
     """
-    perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
-    timers = {stage: next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
-              for stage, sources in _TIMERS.items()}
-    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in names) for stage, names in timers.items()}
-    if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
-        spent["train"] = max(0.0, spent["train"] - spent["score"])
-    return {stage: seconds for stage, seconds in spent.items() if seconds > 0}
+    def took(*names: str) -> float:
+        return sum(metrics.get(f"perf/{name}_time") or 0.0 for name in names)
+
+    score = took("log_probs", "ref_log_probs", "teacher_log_probs")
+    train = took("actor_train") or max(0.0, took("train") - score)
+    spent = zip(STAGES, (took("rollout"), score, train, took("update_weights")), strict=True)
+    return {stage: seconds for stage, seconds in spent if seconds > 0}
 
 
-_LOG_PROBS = ("log_probs", "ref_log_probs", "teacher_log_probs")
-_TIMERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "prompts": (("prompts",), ("data_preprocess",)),
-    "rollout": (("rollout",),),
-    "score": (("score",), _LOG_PROBS),
-    "train": (("actor_train",), ("train",)),
-    "sync": (("sync",), ("update_weights",)),
-    "eval": (("eval",),),
-    "save": (("save",), ("save_model",))}
-"""Stage -> timers that make it up, the first set of which any is there; in the order of the loop."""
-
-STAGES = tuple(_TIMERS)
+STAGES = ("rollout", "score", "train", "sync")
 
 
 def _limits(path: str | os.PathLike[str]) -> list[tuple[float, float]]:
