@@ -39,7 +39,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         MilesError: what ended the run; it is in events.jsonl as well.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside the engine's
-    with (RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log,
+    with (RunDirectory(plan.config.checkpoint.run_dir) as directory, directory.open_log("run.log") as log,
           _saving(plan, directory)):
         publish(directory.plan_text, plan.to_text())
         publish(directory.plan_json, _json(plan))

@@ -50,7 +50,7 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
         with watched(journal, lambda **more: journal.event("heartbeat", **more), every=0.05, limit=0.2):
             await hooks.reward[name](None)
 
-    with RunDirectory(tmp_path / "run").acquire() as directory, open(console, "w") as stream:
+    with RunDirectory(tmp_path / "run") as directory, open(console, "w") as stream:
         journal = Journal(directory, Console(False, stream))
         asyncio.run(run(journal))
     events = list(read(directory.events))
