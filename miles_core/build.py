@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -56,11 +55,6 @@ class Parts:
                             got=f"offered: {', '.join(sorted(self.readers))}",
                             fix="enable the plugin that reads it with --plugin NAME")
         return self.readers[name](path, None)
-
-    @property
-    def decode_piece(self) -> Callable[[int], str]:
-        """The text of one token id."""
-        return functools.lru_cache(2**16)(lambda token: self.tokenizer.decode([token]))
 
 
 def parts(plan: Plan) -> Parts:

@@ -168,8 +168,9 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
 
     plan, rollout = attempt.plan, attempt.plan.config.rollout
     components = parts(plan)
-    journal = Journal(directory, console, hooks=components.driver, decode_piece=components.decode_piece,
-                      strict=plan.config.debug.strict_trackers, samples=plan.config.checkpoint.sample_tokens,
+    journal = Journal(directory, console, hooks=components.driver, strict=plan.config.debug.strict_trackers,
+                      decode_piece=lambda token: components.tokenizer.decode([token]),
+                      samples=plan.config.checkpoint.sample_tokens,
                       print_every=plan.config.debug.debug_rollout_print_every)
     run, status, error = None, "failed", None
     try:
