@@ -10,10 +10,10 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles_core.config.environment import relevant
 from miles_core.config.load import with_values
@@ -47,7 +47,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         while True:
             console = Views(Console(live), Console(False, log, details=True))
             try:
-                return asyncio.run(_terminable(_run(attempt, directory, console)))
+                return asyncio.run(stall.terminable(_run(attempt, directory, console)))
             except (KeyboardInterrupt, asyncio.CancelledError):
                 console.stop("interrupted")
                 if not attempt.recorded:  # the signal came before the record was open, or in the middle of its end
@@ -155,11 +155,6 @@ def _traceback(directory: RunDirectory) -> str:
         return f"the traceback is in {publish(directory.logs / 'traceback.txt', traceback.format_exc())}"
     except MilesError as error:
         return f"the traceback could not be kept: {error.what}"
-
-
-async def _terminable(work: Coroutine[Any, Any, int]) -> int:
-    with stall.terminated(asyncio.current_task()):
-        return await work
 
 
 async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int:

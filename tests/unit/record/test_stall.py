@@ -14,7 +14,7 @@ from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import read
 from miles_core.record.journal import Journal
-from miles_core.record.stall import terminated, watched
+from miles_core.record.stall import terminable, watched
 
 SLOW = '''import asyncio, time
 from miles_core import hookimpl
@@ -67,8 +67,7 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
 
 async def begun_and_ended(number: int = signal.SIGTERM) -> object:
     """What handles a signal inside."""
-    with terminated(asyncio.current_task()):
-        return signal.getsignal(number)
+    return await terminable(asyncio.to_thread(signal.getsignal, number))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
