@@ -66,22 +66,19 @@ class Console:
     Args:
         live: True for the panel, False for plain lines; None decides: a panel on a terminal that can, outside of CI.
         stream: where plain lines go; standard output when None.
-        terminal: the rich console of the panel; made from `stream` when None.
         details: also lines that only a log should have, such as each weight sync's.
     """
 
-    def __init__(self, live: bool | None = None, stream: TextIO | None = None,
-                 terminal: rich.console.Console | None = None, *, details: bool = False):
+    def __init__(self, live: bool | None = None, stream: TextIO | None = None, *, details: bool = False):
         self._details = details
         self._stream = sys.stdout if stream is None else stream
-        self._terminal = terminal
         capable = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
         self._wanted = capable if live is None else live
         self._live: rich.live.Live | None = None
         # Re-entrant, since rich draws the panel while a method that prints above it holds the lock.
         self._mutex, self._broken = threading.RLock(), False
-        self._total: int | None = None
-        self._title, self._stage, self._done = "run", "starting", 0
+        self._title, self._stage = "run", "starting"
+        self._done, self._total = 0, 0
         self._over = False
         self._began = self._stage_began = time.monotonic()
         self._ends: deque[float] = deque(maxlen=21)
@@ -91,16 +88,16 @@ class Console:
         self._evals: dict[str, tuple[int, float, float]] = {}
 
     @_guarded
-    def start(self, summary: Mapping[str, object], total: int | None, first: int = 0) -> None:
+    def start(self, summary: Mapping[str, object], total: int, first: int = 0) -> None:
         """The run begins.
 
         Args:
-            summary: what to say about it, in order; the entry "run", if any, is its title.
-            total: rollouts in all, None when unknown.
+            summary: what to say about it, in order; the entry "run" is its title.
+            total: rollouts in all.
             first: the rollout it begins with; above 0 after a resume.
         """
         fields = {key: _clean(str(value)) for key, value in summary.items() if key != "run"}
-        self._title = _clean(str(summary.get("run", "run")))
+        self._title = _clean(str(summary["run"]))
         self._total, self._done = total, first
         self._began = self._stage_began = time.monotonic()
         self._ends.append(self._began)
@@ -176,13 +173,11 @@ class Console:
             live, self._live = self._live, None
             live.stop()
         else:
-            total = "" if self._total is None else f"/{self._total}"
             elapsed = _clock(time.monotonic() - self._began)
-            self._print(f"run {self._title} {status}  {self._done}{total} rollouts  {elapsed}")
+            self._print(f"run {self._title} {status}  {self._done}/{self._total} rollouts  {elapsed}")
 
     def _plain_rollout(self) -> str:
-        total = "" if self._total is None else f"/{self._total}"
-        parts = [f"rollout {self._done}{total}"]
+        parts = [f"rollout {self._done}/{self._total}"]
         parts += [f"{label} {_number(label, value)}" for label, value in self._latest.items()]
         if self._seconds:
             parts.append(" ".join(f"{stage} {seconds:.2f}s" for stage, seconds in self._seconds.items()))
@@ -206,7 +201,7 @@ class Console:
 
     def _eta(self) -> float | None:
         """Seconds left, from the pace of the last rollouts."""
-        if self._total is None or len(self._ends) < 2:
+        if len(self._ends) < 2:
             return None
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(0, self._total - self._done)
 
@@ -215,7 +210,7 @@ class Console:
         from rich.live import Live
         from rich.text import Text
 
-        terminal = self._terminal or rich.console.Console(file=self._stream, force_terminal=True)
+        terminal = rich.console.Console(file=self._stream, force_terminal=True)
         head = Text.assemble((self._title, "bold"), *(part for key, value in summary.items()
                                                       for part in ((f"   {key} ", "dim"), value)))
         terminal.print(head)
@@ -250,9 +245,9 @@ class Console:
         now = time.monotonic()
         doing = Text.assemble((f"{self._stage} ", _COLOURS.get(self._stage, "bold")),
                               ("" if self._over else f"{now - self._stage_began:.0f}s", "dim"))
-        bar = ProgressBar(total=self._total or 1, completed=self._done if self._total else 0, pulse=self._total is None)
+        bar = ProgressBar(total=self._total, completed=self._done)
         eta = self._eta()
-        right = f"{self._done}/{self._total or '?'}  {_clock(now - self._began)}"
+        right = f"{self._done}/{self._total}  {_clock(now - self._began)}"
         right += f"  eta {_clock(eta)}" if eta and not self._over else ""
         table.add_row(doing, bar, right)
         return table

@@ -91,18 +91,23 @@ def test_when_the_panel_is_used(monkeypatch, tty, environment, live):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     view = Console(stream=stream)
-    view.start({}, 1)
+    view.start({"run": "demo"}, 1)
     assert (view._live is not None) is live
     view.stop("completed")
     assert view._live is None
 
 
-def live(width=110):
-    terminal = rich.console.Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
-    return Console(live=True, terminal=terminal), terminal
+@pytest.fixture
+def live(monkeypatch):
+    def made(width=110):
+        terminal = rich.console.Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
+        monkeypatch.setattr(rich.console, "Console", lambda **_: terminal)
+        return Console(live=True), terminal
+
+    return made
 
 
-def test_the_panel_shows_the_run():
+def test_the_panel_shows_the_run(live):
     view, terminal = live()
     view.start({"run": "demo", "model": "tiny"}, 20)
     view.stage("train")
@@ -122,14 +127,14 @@ def test_the_panel_shows_the_run():
     assert re.search("[▁▂▃▄▅▆▇█]{12}", last)
 
 
-def test_a_narrow_panel_and_one_without_a_total():
+def test_a_narrow_panel(live):
     view, terminal = live(width=30)
-    view.start({}, None)
+    view.start({"run": "demo"}, 3)
     view.rollout(0, METRICS)
     view.stop("failed")
     text = terminal.export_text()
     last = text[text.rindex("╭"):].splitlines()
-    assert {len(line) for line in last} <= {0, 30} and "failed" in last[1] and "1/?" in last[1]
+    assert {len(line) for line in last} <= {0, 30} and "failed" in last[1] and "1/3" in last[1]
 
 
 def test_a_view_that_never_started_has_nothing_to_say():
@@ -145,14 +150,14 @@ class Closed(io.StringIO):
 
 def test_a_closed_pipe_ends_the_view_and_not_the_run(clock):
     view = Console(live=False, stream=Closed())
-    view.start({}, 3)
+    view.start({"run": "demo"}, 3)
     view.rollout(0, METRICS)
     view.stop("completed")
 
 
-def test_a_panel_that_fails_ends_the_view_and_not_the_run(monkeypatch):
+def test_a_panel_that_fails_ends_the_view_and_not_the_run(live, monkeypatch):
     view, terminal = live()
-    view.start({}, 3)
+    view.start({"run": "demo"}, 3)
     monkeypatch.setattr(view, "_panel", lambda: 1 / 0)
     view.rollout(0, METRICS)
     monkeypatch.setattr(terminal, "print", lambda *_, **__: 1 / 0)
