@@ -169,9 +169,8 @@ class Console:
         if not self._ends:  # never started: the error that follows says all
             return
         if self._live is not None:
-            self._live.update(self._panel(), refresh=True)
-            live, self._live = self._live, None
-            live.stop()
+            self._live.stop()
+            self._live = None
         else:
             elapsed = _clock(time.monotonic() - self._began)
             self._print(f"run {self._title} {status}  {self._done}/{self._total} rollouts  {elapsed}")
@@ -214,13 +213,20 @@ class Console:
         head = Text.assemble((self._title, "bold"), *(part for key, value in summary.items()
                                                       for part in ((f"   {key} ", "dim"), value)))
         terminal.print(head)
-        view = _Renderable(self._panel)
-        self._live = Live(view, console=terminal, refresh_per_second=4, vertical_overflow="visible")
+        self._live = Live(get_renderable=self._drawn, console=terminal, refresh_per_second=4,
+                          vertical_overflow="visible")
         self._live.start()
 
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.refresh()
+
+    def _drawn(self) -> rich.console.RenderableType:
+        """The panel of now; rich's own thread asks for it, where an error would print a traceback."""
+        try:
+            return self._panel()
+        except Exception as error:  # noqa: BLE001  see above
+            return f"(the view failed: {type(error).__name__})"
 
     def _panel(self) -> rich.console.RenderableType:
         from rich.console import Group
@@ -299,19 +305,6 @@ class Console:
         if live is not None:
             with contextlib.suppress(Exception):
                 live.stop()
-
-
-class _Renderable:
-    """Draws anew at each refresh; rich's own thread calls this, where an error would print a traceback."""
-
-    def __init__(self, draw: Callable[[], rich.console.RenderableType]):
-        self._draw = draw
-
-    def __rich__(self) -> rich.console.RenderableType:
-        try:
-            return self._draw()
-        except Exception as error:  # noqa: BLE001  see above
-            return f"(the view failed: {type(error).__name__})"
 
 
 def sparkline(values: object, width: int) -> str:
