@@ -91,8 +91,8 @@ class EventLog:
         self._write(text.encode("utf-8", "backslashreplace") + b"\n")
 
     def run_start(self, plan_hash: str, versions: Mapping[str, str], *, resumed_from: int | None = None,
-                  rollouts: int | None = None, **fields: object) -> int:
-        """A start begins; returns its ordinal.
+                  rollouts: int | None = None) -> None:
+        """A start begins.
 
         Args:
             resumed_from: the first rollout that this start does, None from scratch. What earlier starts wrote about
@@ -101,8 +101,7 @@ class EventLog:
         """
         self.starts += 1
         self.append(Kind.RUN_START, start=self.starts, plan_hash=plan_hash, versions=dict(versions),
-                    resumed_from=resumed_from, rollouts=rollouts, **fields)
-        return self.starts
+                    resumed_from=resumed_from, rollouts=rollouts)
 
     def metrics(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         self.append(Kind.METRICS, rollout_id, metrics=dict(metrics))
