@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,6 @@ class Run:
     _finished: float = 0.0
     _evaluating: asyncio.Task | None = None
     _running: set[asyncio.Task] = field(default_factory=set)
-
-    def rollouts(self) -> Iterator[int]:
-        """The rollouts that are left to do."""
-        return iter(range(self.first, self.last))
 
     def start(self, work: Coroutine) -> asyncio.Task:
         """Have work done beside whatever else goes on, until `rest`."""
