@@ -100,7 +100,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
         config, tokenizer, placement, parts.rollout)  # before the trainer loads, so that what it lacks is said at once
     resume = await trainer.load()
-    journal.console.loaded(resume.source)
+    journal.console.message("info", f"Loaded checkpoint from {resume.source}")
     slots, partial_groups = load_flow(resume.state or {})
     if resume.state is not None:
         await restore((parts.driver, parts.rollout), trainer, resume.state, config, journal)

@@ -41,7 +41,7 @@ HEADLINE = {
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"rollout": "cyan", "score": "blue", "train": "magenta", "sync": "yellow", "eval": "green", "save": "white"}
-_LEVELS = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red"}
+_LEVELS = {"warning": "yellow", "error": "bold red"}
 
 
 def _guarded(method: Callable) -> Callable:
@@ -66,7 +66,7 @@ class Console:
     Args:
         live: True for the panel, False for plain lines; None decides: a panel on a terminal that can, outside of CI.
         stream: where plain lines go; standard output when None.
-        details: also lines that only a log should have, such as each weight sync's.
+        details: also what only a log should have, such as each weight sync.
     """
 
     def __init__(self, live: bool | None = None, stream: TextIO | None = None, *, details: bool = False):
@@ -139,26 +139,17 @@ class Console:
         self._refresh()
 
     @_guarded
-    def loaded(self, source: object) -> None:
-        """A checkpoint was loaded."""
-        self._say("info", f"Loaded checkpoint from {source}")
-
-    @_guarded
-    def saved(self, path: object, seconds: float | None = None, staged: bool = False) -> None:
-        """A checkpoint was published, or is from now on written beside training."""
-        duration = "" if seconds is None else f" ({seconds:.2f}s)"
-        self._say("info", f"{'Staged' if staged else 'Saved'} checkpoint to {path}{duration}")
-
-    @_guarded
-    def synced(self, version: int, seconds: float, size: int) -> None:
-        """The engine has new weights of `size` bytes."""
-        if self._details:
-            self._say("info", f"weight_sync to version {version}: {size / 1e6:,.1f} MB ({seconds:.2f}s)")
-
-    @_guarded
     def message(self, level: str, text: str) -> None:
-        """Say something: level "debug", "info", "warning" or "error"."""
-        self._say(level, text)
+        """Say something: level "detail", "info", "warning" or "error"."""
+        if level == "detail" and not self._details:
+            return
+        text = _clean(text) if level in ("detail", "info") else f"{level}: {_clean(text)}"
+        if self._live is None:
+            self._print(text)
+            return
+        from rich.text import Text
+
+        self._live.console.print(Text(text, style=_LEVELS.get(level, "")), soft_wrap=True)
 
     @_guarded
     def stop(self, status: str) -> None:
@@ -183,16 +174,6 @@ class Console:
         if (eta := self._eta()) is not None:
             parts.append(f"eta {_clock(eta)}")
         return "  ".join(parts)
-
-    def _say(self, level: str, text: str) -> None:
-        text = _clean(text)
-        if self._live is None:
-            self._print(text if level == "info" else f"{level}: {text}")
-            return
-        from rich.text import Text
-
-        tag = "" if level == "info" else f"{level}: "
-        self._live.console.print(Text(tag + text, style=_LEVELS.get(level, "")), soft_wrap=True)
 
     def _print(self, line: str) -> None:
         print(line.encode(self._stream.encoding or "utf-8", "replace").decode(self._stream.encoding or "utf-8"),

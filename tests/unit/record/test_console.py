@@ -40,8 +40,8 @@ def test_plain_lines(clock):
     clock.now += 2
     view.rollout(0, METRICS)
     view.evaluation("arith", 0, {"eval/arith": 0.5, "eval/arith-truncated_ratio": 0.25})
-    view.loaded("runs/a")
-    view.saved("runs/b", 0.42)
+    view.message("info", "Loaded checkpoint from runs/a")
+    view.message("detail", "for a log")
     view.message("warning", "careful")
     view.stop("completed")
     view.stop("completed")
@@ -51,7 +51,6 @@ def test_plain_lines(clock):
         "rollout 0.35s train 0.60s sync 0.01s  eta 0:01:58",
         "eval arith  rollout 0  arith 0.500  arith-truncated_ratio 0.250",
         "Loaded checkpoint from runs/a",
-        "Saved checkpoint to runs/b (0.42s)",
         "warning: careful",
         "run demo completed  1/60 rollouts  0:00:02",
     ]
@@ -115,7 +114,7 @@ def test_the_panel_shows_the_run(live):
         view.rollout(rollout_id, {**METRICS, "rollout/raw_reward": rollout_id / 12})
     view.evaluation("arith", 10, {"eval/arith": 0.25})
     view.evaluation("arith", 11, {"eval/arith": 0.5})
-    view.saved("runs/demo/[bold]x")
+    view.message("info", "Saved checkpoint to runs/demo/[bold]x")
     view.message("error", "[red]not markup")
     view.stop("completed")
     text = terminal.export_text()
