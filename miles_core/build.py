@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -56,11 +55,6 @@ class Parts:
                             fix="enable the plugin that reads it with --plugin NAME")
         return self.readers[name](path, None)
 
-    @property
-    def decode_piece(self) -> Callable[[int], str]:
-        """The text of one token id."""
-        return functools.lru_cache(2**16)(lambda token: self.tokenizer.decode([token]))
-
 
 def parts(plan: Plan) -> Parts:
     """Import the plugins, bind their hooks, load the tokenizer.
@@ -105,7 +99,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
         config, tokenizer, placement, parts.rollout)  # before the trainer loads, so that what it lacks is said at once
     resume = await trainer.load()
-    journal.console.loaded(resume.source)
+    journal.console.message("info", f"Loaded checkpoint from {resume.source}")
     slots, partial_groups = load_flow(resume.state or {})
     if resume.state is not None:
         await restore((parts.driver, parts.rollout), trainer, resume.state, config, journal)
@@ -120,10 +114,12 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     last = rollout.num_rollout if most is None else min(rollout.num_rollout, first + most)
     buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else _buffer(
         config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
+    generate = _generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt)
     sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
     run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
-        prompts=prompts, generate=_from_slots(parts, engine), scoring=_scoring(parts, rollout.reward_key),
+        prompts=prompts, generate=lambda slot: generate(slot.prompt, slot.begun, slot.recall),
+        scoring=_scoring(parts, rollout.reward_key),
         chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync, placement=placement,
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), config.eval.eval_interval,
@@ -155,12 +151,6 @@ def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:
         most_in_flight=most and most // rollout.n_samples_per_prompt,
         most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size,
         again=frozenset(again | ({"aborted"} if keeps else set())), resumes=keeps)  # fmt: skip
-
-
-def _from_slots(parts: Parts, engine: Engine | None) -> Callable:
-    """The generator of training."""
-    generate = _generator(parts, engine, sampling(parts.config), "train", parts.config.rollout.n_samples_per_prompt)
-    return lambda slot: generate(slot.prompt, slot.begun, slot.recall)
 
 
 def proven_trainer_part(proof: dict[str, str], selected: Sequence[Selected], config: RunConfig, rank: Rank) -> Any:

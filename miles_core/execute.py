@@ -10,10 +10,10 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles_core.config.environment import relevant
 from miles_core.config.load import with_values
@@ -39,7 +39,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         MilesError: what ended the run; it is in events.jsonl as well.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside the engine's
-    with (RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log,
+    with (RunDirectory(plan.config.checkpoint.run_dir) as directory, directory.open_log("run.log") as log,
           _saving(plan, directory)):
         publish(directory.plan_text, plan.to_text())
         publish(directory.plan_json, _json(plan))
@@ -47,7 +47,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         while True:
             console = Views(Console(live), Console(False, log, details=True))
             try:
-                return asyncio.run(_terminable(_run(attempt, directory, console)))
+                return asyncio.run(stall.terminable(_run(attempt, directory, console)))
             except (KeyboardInterrupt, asyncio.CancelledError):
                 console.stop("interrupted")
                 if not attempt.recorded:  # the signal came before the record was open, or in the middle of its end
@@ -157,19 +157,15 @@ def _traceback(directory: RunDirectory) -> str:
         return f"the traceback could not be kept: {error.what}"
 
 
-async def _terminable(work: Coroutine[Any, Any, int]) -> int:
-    with stall.terminated(asyncio.current_task()):
-        return await work
-
-
 async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int:
     from miles_core.build import build, parts
     from miles_core.loop import train
 
     plan, rollout = attempt.plan, attempt.plan.config.rollout
     components = parts(plan)
-    journal = Journal(directory, console, hooks=components.driver, decode_piece=components.decode_piece,
-                      strict=plan.config.debug.strict_trackers, samples=plan.config.checkpoint.sample_tokens,
+    journal = Journal(directory, console, hooks=components.driver, strict=plan.config.debug.strict_trackers,
+                      decode_piece=lambda token: components.tokenizer.decode([token]),
+                      samples=plan.config.checkpoint.sample_tokens,
                       print_every=plan.config.debug.debug_rollout_print_every)
     run, status, error = None, "failed", None
     try:

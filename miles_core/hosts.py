@@ -22,6 +22,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,16 +73,7 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
     """Run blocking work beside the loop. A daemon thread: work that hangs must not keep the process alive."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     answer: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result, error = context.run(work), None
-        except BaseException as caught:  # noqa: BLE001 - whatever it is, it is raised where the answer is awaited
-            result, error = None, caught
-        with contextlib.suppress(RuntimeError):  # the run ended while the work went on; nobody waits for its answer
-            loop.call_soon_threadsafe(_settle, answer, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=_do, args=(partial(context.run, work), answer), daemon=True).start()
     return await answer
 
 
@@ -95,38 +87,20 @@ class ThreadHost(Handle):
         self._thread.start()
 
     async def call(self, method: str, *args: object) -> Any:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        self._inbox.put((loop, answer, method, args))
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._inbox.put((answer, method, args))
         return await answer
 
     async def close(self) -> None:
         self._inbox.put(None)
-        for _ in range(100):
-            if not self._thread.is_alive():
-                return
-            await asyncio.sleep(0.05)
+        await in_daemon_thread(lambda: self._thread.join(5))
 
     def _serve(self, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        hosted: Any = None
-        failure: BaseException | None = None
-        try:
-            hosted = factory(*args)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
-            failure = error
-        while (task := self._inbox.get()) is not None:
-            loop, answer, method, arguments = task
-            try:
-                if failure is not None:
-                    raise failure
-                result, wrong = getattr(hosted, method)(*arguments), None
-            except BaseException as caught:  # noqa: BLE001 - whatever it is, the caller's await raises it
-                result, wrong = None, caught
-            try:
-                loop.call_soon_threadsafe(_settle, answer, result, wrong)
-            except RuntimeError:
-                break  # the event loop is gone: the run has ended
-        let_go(hosted)
+        hosted, lives = Instance(factory, args), True
+        while lives and (task := self._inbox.get()) is not None:
+            answer, method, arguments = task
+            lives = _do(partial(hosted.call, method, arguments), answer)
+        hosted.close()
 
 
 class ProcessHost(Handle):
@@ -294,23 +268,35 @@ def _one(answers: Sequence[Any]) -> Any:
     return known[0] if known else None
 
 
-def answer(hosted: Any, failure: BaseException | None, method: str, args: tuple[Any, ...],
-           ) -> tuple[Any, Any, str | None]:
-    """Call a hosted object; (result, error, traceback) in a form that survives pickling. See `unpacked`."""
-    try:
-        if failure is not None:
-            raise failure
-        result = getattr(hosted, method)(*args)
-        return (list(result) if hasattr(result, "__next__") else result), None, None
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is sent to the caller and raised there
-        return None, portable(error), traceback.format_exc()
+class Instance:
+    """An object, made where it runs; if that failed, each call raises the error."""
 
+    def __init__(self, factory: Callable[..., Any], args: Sequence[Any]):
+        self._object: Any = None
+        self._failure: BaseException | None = None
+        try:
+            self._object = factory(*args)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
+            self._failure = error
 
-def let_go(hosted: Any) -> None:
-    """Let a hosted object leave groups and connections; it ends anyway, whatever comes of that."""
-    with contextlib.suppress(Exception):
-        if hasattr(hosted, "close"):
-            hosted.close()
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return getattr(self._object, method)(*args)
+
+    def answer(self, method: str, args: tuple[Any, ...]) -> tuple[Any, Any, str | None]:
+        """What comes of a call, (result, error, traceback), in a form that survives pickling. See `unpacked`."""
+        try:
+            result = self.call(method, args)
+            return (list(result) if hasattr(result, "__next__") else result), None, None
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is sent to the caller and raised there
+            return None, portable(error), traceback.format_exc()
+
+    def close(self) -> None:
+        """Let the object leave groups and connections; it ends anyway, whatever comes of that."""
+        with contextlib.suppress(Exception):
+            if hasattr(self._object, "close"):
+                self._object.close()
 
 
 def write_to(log: Path) -> None:
@@ -324,7 +310,7 @@ def write_to(log: Path) -> None:
 
 
 def unpacked(name: str, result: Any, error: BaseException | None, trace: str | None) -> Any:
-    """The result of an `answer`, or its error with a note of where it happened."""
+    """The result of an `Instance.answer`, or its error with a note of where it happened."""
     if error is None:
         return result
     if not isinstance(error, MilesError):
@@ -374,15 +360,23 @@ def _serve_process(pipe: Any, parent: int, log: Path | None, factory: Callable[.
     _die_with(parent)
     if log is not None:
         write_to(log)
-    hosted = failure = None
-    try:
-        hosted = factory(*args)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
-        failure = error
-    line = Line(pipe)
+    hosted, line = Instance(factory, args), Line(pipe)
     while (task := line.asked()) is not None:
-        pipe.send(answered(answer(hosted, failure, *task), line.memory))
-    let_go(hosted)
+        pipe.send(answered(hosted.answer(*task), line.memory))
+    hosted.close()
+
+
+def _do(work: Callable[[], T], answer: asyncio.Future[T]) -> bool:
+    """Let who awaits the answer have what comes of work in this thread; False if nobody does: the run has ended."""
+    try:
+        result, error = work(), None
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, it is raised where the answer is awaited
+        result, error = None, caught
+    try:
+        answer.get_loop().call_soon_threadsafe(_settle, answer, result, error)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _settle(answer: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

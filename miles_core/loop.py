@@ -34,13 +34,10 @@ async def train(run: Run) -> None:
     async with run.placement.lease("sync"):
         await run.sync(run.first)                          # the engine's own weights never matter
     await run.evaluate(run.first, before=True)
-    sides = [asyncio.create_task(consume(run)), asyncio.create_task(produce(run))]
+    sides = [run.start(consume(run)), run.start(produce(run))]
     try:
         done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for side in sides:
-            side.cancel()
-        await asyncio.gather(*sides, return_exceptions=True)
         await run.rest()
     for side in done:
         side.result()
@@ -48,12 +45,11 @@ async def train(run: Run) -> None:
 
 async def produce(run: Run) -> None:
     """Fill the buffer. Waits for: room. Unblocked by: consume() after a sync, or a drop."""
-    async with run.tasks() as start:
-        start(run.heartbeat())
-        while True:
-            slot = await run.buffer.reserve()
-            run.prompt(slot)                               # 1 prompts
-            slot.task = start(sample(run, slot))
+    run.start(run.heartbeat())
+    while True:
+        slot = await run.buffer.reserve()
+        run.prompt(slot)                                   # 1 prompts
+        slot.task = run.start(sample(run, slot))
 
 
 async def sample(run: Run, slot: Slot) -> None:
@@ -67,7 +63,7 @@ async def sample(run: Run, slot: Slot) -> None:
 
 async def consume(run: Run) -> None:
     """Drain the buffer. Waits for: the oldest full batch. Unblocked by: produce()."""
-    for rollout_id in run.rollouts():
+    for rollout_id in range(run.first, run.last):
         batch = run.batch(rollout_id, await run.buffer.take())     # 5 buffer
         async with run.placement.lease("train"):
             await run.trainer.take_batch(batch)

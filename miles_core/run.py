@@ -6,8 +6,7 @@ import asyncio
 import copy
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,28 +85,20 @@ class Run:
     _mark: float | None = None
     _finished: float = 0.0
     _evaluating: asyncio.Task | None = None
+    _running: set[asyncio.Task] = field(default_factory=set)
 
-    def rollouts(self) -> Iterator[int]:
-        """The rollouts that are left to do."""
-        return iter(range(self.first, self.last))
+    def start(self, work: Coroutine) -> asyncio.Task:
+        """Have work done beside whatever else goes on, until `rest`."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
-    @asynccontextmanager
-    async def tasks(self) -> AsyncIterator[Callable[[Coroutine], asyncio.Task]]:
-        """Starts tasks that end with the block."""
-        running: set[asyncio.Task] = set()
-
-        def start(work: Coroutine) -> asyncio.Task:
-            task = asyncio.create_task(work)
-            running.add(task)
-            task.add_done_callback(running.discard)
-            return task
-
-        try:
-            yield start
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+    async def rest(self) -> None:
+        """End what still goes on."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     async def begin(self) -> None:
         """Start the engine."""
@@ -305,7 +296,7 @@ class Run:
         if not self.evaluation.due(rollout_id, self.last, before=before):
             return
         self.journal.stage("eval")
-        self._evaluating = asyncio.create_task(self._evaluate(rollout_id))
+        self._evaluating = self.start(self._evaluate(rollout_id))
         if before or rollout_id == self.last or not self.config.rollout.max_lag:
             await self.evaluated()
 
@@ -314,12 +305,6 @@ class Run:
         if self._evaluating is not None:
             await self._evaluating
             self._evaluating = None
-
-    async def rest(self) -> None:
-        """End what still goes on in the background."""
-        if self._evaluating is not None:
-            self._evaluating.cancel()
-            await asyncio.gather(self._evaluating, return_exceptions=True)
 
     async def _evaluate(self, rollout_id: int) -> None:
         EVALUATING.set(True)  # in this task and those that it starts

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import rich.console
     import rich.live
 
-HEADLINE: dict[str, tuple[str, ...]] = {
-    "reward": ("rollout/raw_reward", "rollout/reward", "rollout/rewards"),
-    "len": ("rollout/response_len/mean", "rollout/response_lengths"),
+HEADLINE = {
+    "reward": ("rollout/raw_reward",),
+    "len": ("rollout/response_len/mean",),
     "loss": ("train/loss",),
     "grad": ("train/grad_norm",),
     "kl": ("train/kl_loss", "train/ppo_kl"),
@@ -40,9 +40,8 @@ HEADLINE: dict[str, tuple[str, ...]] = {
 """What a line and the panel show -> the metrics that it may be, the first one there wins."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-_COLOURS = {"prompts": "bright_black", "rollout": "cyan", "score": "blue", "train": "magenta", "sync": "yellow",
-            "eval": "green", "save": "white"}
-_LEVELS = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red"}
+_COLOURS = {"rollout": "cyan", "score": "blue", "train": "magenta", "sync": "yellow", "eval": "green", "save": "white"}
+_LEVELS = {"warning": "yellow", "error": "bold red"}
 
 
 def _guarded(method: Callable) -> Callable:
@@ -67,22 +66,19 @@ class Console:
     Args:
         live: True for the panel, False for plain lines; None decides: a panel on a terminal that can, outside of CI.
         stream: where plain lines go; standard output when None.
-        terminal: the rich console of the panel; made from `stream` when None.
-        details: also lines that only a log should have, such as each weight sync's.
+        details: also what only a log should have, such as each weight sync.
     """
 
-    def __init__(self, live: bool | None = None, stream: TextIO | None = None,
-                 terminal: rich.console.Console | None = None, *, details: bool = False):
+    def __init__(self, live: bool | None = None, stream: TextIO | None = None, *, details: bool = False):
         self._details = details
         self._stream = sys.stdout if stream is None else stream
-        self._terminal = terminal
         capable = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
         self._wanted = capable if live is None else live
         self._live: rich.live.Live | None = None
         # Re-entrant, since rich draws the panel while a method that prints above it holds the lock.
         self._mutex, self._broken = threading.RLock(), False
-        self._total: int | None = None
-        self._title, self._stage, self._done = "run", "starting", 0
+        self._title, self._stage = "run", "starting"
+        self._done, self._total = 0, 0
         self._over = False
         self._began = self._stage_began = time.monotonic()
         self._ends: deque[float] = deque(maxlen=21)
@@ -92,16 +88,16 @@ class Console:
         self._evals: dict[str, tuple[int, float, float]] = {}
 
     @_guarded
-    def start(self, summary: Mapping[str, object], total: int | None, first: int = 0) -> None:
+    def start(self, summary: Mapping[str, object], total: int, first: int = 0) -> None:
         """The run begins.
 
         Args:
-            summary: what to say about it, in order; the entry "run", if any, is its title.
-            total: rollouts in all, None when unknown.
+            summary: what to say about it, in order; the entry "run" is its title.
+            total: rollouts in all.
             first: the rollout it begins with; above 0 after a resume.
         """
         fields = {key: _clean(str(value)) for key, value in summary.items() if key != "run"}
-        self._title = _clean(str(summary.get("run", "run")))
+        self._title = _clean(str(summary["run"]))
         self._total, self._done = total, first
         self._began = self._stage_began = time.monotonic()
         self._ends.append(self._began)
@@ -112,7 +108,7 @@ class Console:
 
     @_guarded
     def stage(self, name: str) -> None:
-        """What is being done now: prompts, rollout, score, train, sync, eval or save. No line of its own."""
+        """What is being done now: rollout, train, sync, eval or save. No line of its own."""
         self._stage, self._stage_began = name, time.monotonic()
         self._refresh()
 
@@ -143,26 +139,17 @@ class Console:
         self._refresh()
 
     @_guarded
-    def loaded(self, source: object) -> None:
-        """A checkpoint was loaded."""
-        self._say("info", f"Loaded checkpoint from {source}")
-
-    @_guarded
-    def saved(self, path: object, seconds: float | None = None, staged: bool = False) -> None:
-        """A checkpoint was published, or is from now on written beside training."""
-        duration = "" if seconds is None else f" ({seconds:.2f}s)"
-        self._say("info", f"{'Staged' if staged else 'Saved'} checkpoint to {path}{duration}")
-
-    @_guarded
-    def synced(self, version: int, seconds: float, size: int) -> None:
-        """The engine has new weights of `size` bytes."""
-        if self._details:
-            self._say("info", f"weight_sync to version {version}: {size / 1e6:,.1f} MB ({seconds:.2f}s)")
-
-    @_guarded
     def message(self, level: str, text: str) -> None:
-        """Say something: level "debug", "info", "warning" or "error"."""
-        self._say(level, text)
+        """Say something: level "detail", "info", "warning" or "error"."""
+        if level == "detail" and not self._details:
+            return
+        text = _clean(text) if level in ("detail", "info") else f"{level}: {_clean(text)}"
+        if self._live is None:
+            self._print(text)
+            return
+        from rich.text import Text
+
+        self._live.console.print(Text(text, style=_LEVELS.get(level, "")), soft_wrap=True)
 
     @_guarded
     def stop(self, status: str) -> None:
@@ -173,17 +160,14 @@ class Console:
         if not self._ends:  # never started: the error that follows says all
             return
         if self._live is not None:
-            self._live.update(self._panel(), refresh=True)
-            live, self._live = self._live, None
-            live.stop()
+            self._live.stop()
+            self._live = None
         else:
-            total = "" if self._total is None else f"/{self._total}"
             elapsed = _clock(time.monotonic() - self._began)
-            self._print(f"run {self._title} {status}  {self._done}{total} rollouts  {elapsed}")
+            self._print(f"run {self._title} {status}  {self._done}/{self._total} rollouts  {elapsed}")
 
     def _plain_rollout(self) -> str:
-        total = "" if self._total is None else f"/{self._total}"
-        parts = [f"rollout {self._done}{total}"]
+        parts = [f"rollout {self._done}/{self._total}"]
         parts += [f"{label} {_number(label, value)}" for label, value in self._latest.items()]
         if self._seconds:
             parts.append(" ".join(f"{stage} {seconds:.2f}s" for stage, seconds in self._seconds.items()))
@@ -191,23 +175,13 @@ class Console:
             parts.append(f"eta {_clock(eta)}")
         return "  ".join(parts)
 
-    def _say(self, level: str, text: str) -> None:
-        text = _clean(text)
-        if self._live is None:
-            self._print(text if level == "info" else f"{level}: {text}")
-            return
-        from rich.text import Text
-
-        tag = "" if level == "info" else f"{level}: "
-        self._live.console.print(Text(tag + text, style=_LEVELS.get(level, "")), soft_wrap=True)
-
     def _print(self, line: str) -> None:
         print(line.encode(self._stream.encoding or "utf-8", "replace").decode(self._stream.encoding or "utf-8"),
               file=self._stream, flush=True)
 
     def _eta(self) -> float | None:
         """Seconds left, from the pace of the last rollouts."""
-        if self._total is None or len(self._ends) < 2:
+        if len(self._ends) < 2:
             return None
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(0, self._total - self._done)
 
@@ -216,17 +190,24 @@ class Console:
         from rich.live import Live
         from rich.text import Text
 
-        terminal = self._terminal or rich.console.Console(file=self._stream, force_terminal=True)
+        terminal = rich.console.Console(file=self._stream, force_terminal=True)
         head = Text.assemble((self._title, "bold"), *(part for key, value in summary.items()
                                                       for part in ((f"   {key} ", "dim"), value)))
         terminal.print(head)
-        view = _Renderable(self._panel)
-        self._live = Live(view, console=terminal, refresh_per_second=4, vertical_overflow="visible")
+        self._live = Live(get_renderable=self._drawn, console=terminal, refresh_per_second=4,
+                          vertical_overflow="visible")
         self._live.start()
 
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.refresh()
+
+    def _drawn(self) -> rich.console.RenderableType:
+        """The panel of now; rich's own thread asks for it, where an error would print a traceback."""
+        try:
+            return self._panel()
+        except Exception as error:  # noqa: BLE001  see above
+            return f"(the view failed: {type(error).__name__})"
 
     def _panel(self) -> rich.console.RenderableType:
         from rich.console import Group
@@ -251,9 +232,9 @@ class Console:
         now = time.monotonic()
         doing = Text.assemble((f"{self._stage} ", _COLOURS.get(self._stage, "bold")),
                               ("" if self._over else f"{now - self._stage_began:.0f}s", "dim"))
-        bar = ProgressBar(total=self._total or 1, completed=self._done if self._total else 0, pulse=self._total is None)
+        bar = ProgressBar(total=self._total, completed=self._done)
         eta = self._eta()
-        right = f"{self._done}/{self._total or '?'}  {_clock(now - self._began)}"
+        right = f"{self._done}/{self._total}  {_clock(now - self._began)}"
         right += f"  eta {_clock(eta)}" if eta and not self._over else ""
         table.add_row(doing, bar, right)
         return table
@@ -305,19 +286,6 @@ class Console:
         if live is not None:
             with contextlib.suppress(Exception):
                 live.stop()
-
-
-class _Renderable:
-    """Draws anew at each refresh; rich's own thread calls this, where an error would print a traceback."""
-
-    def __init__(self, draw: Callable[[], rich.console.RenderableType]):
-        self._draw = draw
-
-    def __rich__(self) -> rich.console.RenderableType:
-        try:
-            return self._draw()
-        except Exception as error:  # noqa: BLE001  see above
-            return f"(the view failed: {type(error).__name__})"
 
 
 def sparkline(values: object, width: int) -> str:

@@ -85,13 +85,11 @@ class RunDirectory:
                                 fix="give the folder passed as --run-dir, such as runs/demo")
 
     def acquire(self) -> RunDirectory:
-        """Take the directory for this process until it ends, and make its folders. Again is a no-op.
+        """Take the directory for this process until it ends, and make its folders.
 
         Raises:
             RunDirectoryError: another run holds it, it cannot be written, or the disk is full.
         """
-        if self._lock.held:
-            return self
         with explained(self.path):
             make_folder(self.path, 0o700)  # plan and logs may hold what a plugin was given as a secret
             self._lock.take()
@@ -117,8 +115,7 @@ class RunDirectory:
         """Let another run have the directory."""
         self._lock.release()
 
-    def __enter__(self) -> RunDirectory:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exc: object) -> None:
         self.release()
@@ -155,11 +152,6 @@ class Lock:
     def __init__(self, path: Path, option: str):
         self.path, self._option, self._file = path, option, -1
 
-    @property
-    def held(self) -> bool:
-        """Whether this process has it."""
-        return self._file >= 0
-
     def take(self) -> None:
         """
         Raises:
@@ -180,7 +172,7 @@ class Lock:
 
     def release(self) -> None:
         """Let another process have it."""
-        if self.held:
+        if self._file >= 0:
             os.close(self._file)
             self._file = -1
             _held.discard(self)

@@ -91,8 +91,8 @@ class EventLog:
         self._write(text.encode("utf-8", "backslashreplace") + b"\n")
 
     def run_start(self, plan_hash: str, versions: Mapping[str, str], *, resumed_from: int | None = None,
-                  rollouts: int | None = None, **fields: object) -> int:
-        """A start begins; returns its ordinal.
+                  rollouts: int | None = None) -> None:
+        """A start begins.
 
         Args:
             resumed_from: the first rollout that this start does, None from scratch. What earlier starts wrote about
@@ -101,8 +101,7 @@ class EventLog:
         """
         self.starts += 1
         self.append(Kind.RUN_START, start=self.starts, plan_hash=plan_hash, versions=dict(versions),
-                    resumed_from=resumed_from, rollouts=rollouts, **fields)
-        return self.starts
+                    resumed_from=resumed_from, rollouts=rollouts)
 
     def metrics(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         self.append(Kind.METRICS, rollout_id, metrics=dict(metrics))
@@ -162,32 +161,21 @@ def read(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[
 
 
 def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Seconds of each stage of one rollout, nothing counted twice, from its perf/ metrics.
+    """Seconds of each of STAGES of one rollout that took any, nothing counted twice, from its perf/ metrics.
 
-    Miles's train_time includes the passes for log-probs, which are the stage "score" here; names that are a stage's
-    own (perf/score_time, perf/sync_time, ...) are taken as they are.
+    The loop's train_time includes the passes for log-probs, which are the stage "score" here; most trainers time their
+    steps alone as well.
     """
-    perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
-    timers = {stage: next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
-              for stage, sources in _TIMERS.items()}
-    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in names) for stage, names in timers.items()}
-    if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
-        spent["train"] = max(0.0, spent["train"] - spent["score"])
-    return {stage: seconds for stage, seconds in spent.items() if seconds > 0}
+    def took(*names: str) -> float:
+        return sum(metrics.get(f"perf/{name}_time") or 0.0 for name in names)
+
+    score = took("log_probs", "ref_log_probs", "teacher_log_probs")
+    train = took("actor_train") or max(0.0, took("train") - score)
+    spent = zip(STAGES, (took("rollout"), score, train, took("update_weights")), strict=True)
+    return {stage: seconds for stage, seconds in spent if seconds > 0}
 
 
-_LOG_PROBS = ("log_probs", "ref_log_probs", "teacher_log_probs")
-_TIMERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "prompts": (("prompts",), ("data_preprocess",)),
-    "rollout": (("rollout",),),
-    "score": (("score",), _LOG_PROBS),
-    "train": (("actor_train",), ("train",)),
-    "sync": (("sync",), ("update_weights",)),
-    "eval": (("eval",),),
-    "save": (("save",), ("save_model",))}
-"""Stage -> timers that make it up, the first set of which any is there; in the order of the loop."""
-
-STAGES = tuple(_TIMERS)
+STAGES = ("rollout", "score", "train", "sync")
 
 
 def _limits(path: str | os.PathLike[str]) -> list[tuple[float, float]]:

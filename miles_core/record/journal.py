@@ -59,9 +59,11 @@ class Journal:
         """One line of events.jsonl."""
         self.events.append(kind, rollout_id, **fields)
         if kind == "checkpoint":
-            self.console.saved(fields["path"], fields.get("seconds"), bool(fields.get("staged")))
+            done = "Staged" if fields["staged"] else "Saved"
+            self.console.message("info", f"{done} checkpoint to {fields['path']} ({fields['seconds']:.2f}s)")
         elif kind == "weight_sync":
-            self.console.synced(fields["version"], fields["seconds"], fields.get("bytes", 0))
+            self.console.message("detail", f"weight_sync to version {fields['version']}: "
+                                           f"{fields.get('bytes', 0) / 1e6:,.1f} MB ({fields['seconds']:.2f}s)")
         elif kind in FAULTS and kind != "request_failed":  # of which there may be hundreds
             self.console.message(*FAULTS[kind](fields))
 

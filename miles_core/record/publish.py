@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_core.errors import CheckpointError
-from miles_core.record.directory import make_folder, sync
+from miles_core.record.directory import FULL, make_folder, sync
 
 TEMPORARY = ".tmp-"
 """Prefix of folders that were never published; they are never read, and the next `publish` beside them clears them."""
@@ -46,18 +46,17 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
         if writer:
             sync_all(temporary)
             replace_folder(temporary, target)
-    except OSError as error:
-        discard(temporary, writer)
-        raise write_error(target, error) from error
-    except BaseException:
-        discard(temporary, writer)
+    except BaseException as error:
+        if writer:
+            discard(temporary)
+        if isinstance(error, OSError):
+            raise write_error(target, error) from error
         raise
 
 
-def discard(folder: Path, writer: bool = True) -> None:
+def discard(folder: Path) -> None:
     """Remove a folder that was never published, or no longer is; a failure to do so is ignored."""
-    if writer:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear(parent: Path) -> None:
@@ -133,7 +132,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 def write_error(target: Path, error: OSError) -> CheckpointError:
     """What went wrong with a write, as a CheckpointError."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = error.errno in FULL
     return CheckpointError("the disk is full" if full else "a checkpoint could not be written",
                            code="checkpoint-not-written", got=None if full else str(error), who=str(target),
                            fix=f"{'free some space' if full else 'make it writable'}; earlier checkpoints are intact")

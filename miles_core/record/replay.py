@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load, save
 
-from miles_core.errors import CheckpointError, DataError
+from miles_core.errors import CheckpointError
+from miles_core.reading import reading
 from miles_core.record.directory import explained, make_folder, publish
 from miles_core.stages.buffer import Slot, Taken
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
@@ -38,17 +39,10 @@ def load_batch(template: str, rollout_id: int) -> Batch:
         DataError: missing, or not what save_batch wrote.
     """
     path = Path(template.format(rollout_id=rollout_id))
-    try:
+    with reading(f"--load-debug-rollout-data {path}"):
         meta, samples = _unpack(path.read_bytes())
-        sizes = iter(meta["groups"])
-        groups = [_group(samples, next(sizes)) for _ in meta["groups"]]
+        groups = [_group(samples, size) for size in meta["groups"]]
         return Batch(meta["rollout_id"], groups, meta["version"])
-    except FileNotFoundError:
-        raise DataError("the saved rollout does not exist", code="rollout-dump-missing", who=str(path),
-                        fix="check --load-debug-rollout-data and --num-rollout") from None
-    except Exception as error:  # noqa: BLE001 - damage may be of any kind
-        raise DataError("the file is not a saved rollout", code="rollout-dump-unreadable", got=str(error),
-                        who=str(path), fix="write it with --save-debug-rollout-data") from None
 
 
 def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict[str, object]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 
 from miles_core.record.journal import Journal
@@ -86,11 +86,12 @@ def blocking(frame: FrameType | None) -> dict[str, str | None] | None:
             "where": f"{own.f_code.co_filename}:{own.f_lineno} {own.f_code.co_qualname}"}
 
 
-@contextlib.contextmanager
-def terminated(task: asyncio.Task) -> Iterator[None]:
-    """SIGTERM cancels the task, and SIGHUP, unless nohup has it ignored. After a first signal of any kind they raise
-    KeyboardInterrupt right where the main thread is, since a loop that is blocked cancels nothing. asyncio does the
-    same for SIGINT. Not by way of that one: a shell's background job ignores it."""
+async def terminable(work: Awaitable[int]) -> int:
+    """Do work that SIGTERM cancels, and SIGHUP, unless nohup has it ignored. After a first signal of any kind they
+    raise KeyboardInterrupt right where the main thread is, since a loop that is blocked cancels nothing. asyncio does
+    the same for SIGINT. Not by way of that one: a shell's background job ignores it."""
+    task = asyncio.current_task()
+
     def handle(number: int, frame: FrameType | None) -> None:
         if task.cancelling():
             raise KeyboardInterrupt
@@ -101,7 +102,7 @@ def terminated(task: asyncio.Task) -> Iterator[None]:
     closed = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, *closed) if main}
     try:
-        yield
+        return await work
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -136,7 +136,7 @@ class Buffer:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run: `take` and `reserve` raise it
-            self.fail(error)
+            self._failure = self._failure or error  # the first one wins
         finally:
             self._changed.set()
 
@@ -163,11 +163,6 @@ class Buffer:
     def release(self) -> None:
         """The taken batch's weights are in the engine: its room comes back."""
         self._released += 1
-        self._changed.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End both sides with this error; the first one wins."""
-        self._failure = self._failure or error
         self._changed.set()
 
     def slots(self) -> list[tuple[int, Slot]]:

@@ -76,11 +76,6 @@ class TokenWeights:
 
 
 PolicyLoss = Callable[[LossInputs], tuple[torch.Tensor, Metrics]]
-LossTerms = Callable[[LossInputs], dict[str, tuple[float, torch.Tensor]]]
-"""Name -> (coefficient, [N] term). A coefficient of 0 makes the term a monitor without gradient."""
-
-Reduction = Callable[[Sequence[Sample]], np.ndarray]
-"""All samples of an optimizer step -> [samples] float64 weight of one token of each; fixed before any rejection."""
 
 
 def per_sample(samples: Sequence[Sample]) -> np.ndarray:

@@ -209,10 +209,6 @@ class ServerEngine(Engine, Protocol):
         """
 
 
-RequestHook = Callable[..., Request]
-ResponseHook = Callable[[Sample, Response], Sample]
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What a generator may use.
@@ -244,8 +240,8 @@ class Generation:
     columns: Columns = field(default_factory=Columns)
     vocabulary: int | None = None
     tokenizer: Any = None
-    on_request: RequestHook = lambda request, prompt=None: request
-    on_response: ResponseHook = lambda sample, response: sample
+    on_request: Callable[..., Request] = lambda request, prompt=None: request
+    on_response: Callable[[Sample, Response], Sample] = lambda sample, response: sample
     hooks: Any = None
 
 

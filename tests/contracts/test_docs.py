@@ -42,7 +42,7 @@ def place(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs" / "saved").mkdir(parents=True)
     for name in ("demo", "a", "b"):
-        with RunDirectory(tmp_path / "runs" / name).acquire() as directory:
+        with RunDirectory(tmp_path / "runs" / name) as directory:
             log = EventLog(directory.events)
             log.run_start("0", {})
             log.metrics(0, {"rollout/raw_reward": 0.5})

@@ -302,8 +302,7 @@ def stream_bytes(shape: dict) -> dict[str, dict]:
     """What a sync would carry, counted without a server."""
     from miles_fp8.recipe import WEIGHTS, Held
     from miles_fp8.stream import quantised
-
-    from miles_core.buckets import Cutter
+    from miles_local.buckets import Cutter
 
     named = weights(shape, "cpu")
     streams = {"bf16": iter(named), "fp8": quantised(iter(named), Held(WEIGHTS["blockwise"]))}

@@ -162,7 +162,7 @@ def test_nothing_is_said_about_a_healthy_run(healthy):
 def test_a_run_that_is_going_is_not_one_that_was_killed(patient):
     patient.events(lambda events: events[:-1])
     assert names(patient.examine(), "error") == ["killed"]
-    with Record.load(patient.path).directory.acquire():
+    with Record.load(patient.path).directory:
         found = patient.examine()
     assert found.healthy and found.state == f"running, {ROLLOUTS} of {ROLLOUTS} rollouts done"
 
@@ -175,7 +175,7 @@ def test_a_run_that_was_killed_while_it_loaded_is_not_healthy(healthy, tmp_path)
     for _ in range(2):
         assert names(examine(Record.load(tmp_path)), "error") == ["killed"]
         (tmp_path / "events.jsonl").touch()
-    with Record.load(tmp_path).directory.acquire():
+    with Record.load(tmp_path).directory:
         assert examine(Record.load(tmp_path)).healthy
 
 
@@ -554,7 +554,7 @@ def test_a_worker_that_hangs_in_a_run_that_goes_on(patient):
     heartbeats(1, 31)(patient)
     patient.events(lambda events: events[:-1])
     last = json.loads((patient.path / "events.jsonl").read_text().splitlines()[-1])["time"]
-    with Record.load(patient.path).directory.acquire():
+    with Record.load(patient.path).directory:
         assert patient.examine(last + 20).healthy
         found = patient.examine(last + 200)
     assert names(found, "error") == ["silent-worker"] and str(os.getpid()) in found.findings[0].fix

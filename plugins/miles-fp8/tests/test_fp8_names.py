@@ -18,12 +18,12 @@ from miles_fp8.plugin import Fp8, Fp8Options
 from miles_fp8.recipe import NVFP4, RECIPES, SCALES, WEIGHTS, Held, linear, of_checkpoint, tiles
 from miles_fp8.rounding import rounded as as_held
 from miles_fp8.stream import apart, plain, plain_of_four_bits, quantised
+from miles_local.buckets import Cutter
 from miles_megatron.commands.convert import command
 from miles_megatron.disk_names import split
 from miles_megatron.specs import Packed, WeightMap
 from safetensors.torch import load_file, save_file
 
-from miles_core.buckets import Cutter
 from miles_core.errors import CheckpointError, ConfigError, EngineError
 from miles_core.plugins.plan import prepare
 

@@ -67,9 +67,7 @@ def skill(rollout_id: int) -> float:
 def rollout_metrics(rng: np.random.Generator, rollout_id: int) -> dict[str, float]:
     s, noise = skill(rollout_id), lambda width: float(rng.normal(0, width))
     took = {"rollout": 0.35 + abs(noise(0.05)), "log_probs": 0.09 + abs(noise(0.01)),
-            "actor_train": 0.5 + abs(noise(0.06)), "update_weights": 0.012, "data_preprocess": 0.008}
-    if rollout_id % 10 == 9:
-        took |= {"save_model": 0.4, "eval": 0.6}
+            "actor_train": 0.5 + abs(noise(0.06)), "update_weights": 0.012}
     return {
         "rollout/raw_reward": s + noise(0.05),
         "rollout/response_len/mean": 9 - 5 * s + noise(0.3),

@@ -187,11 +187,11 @@ def test_a_long_curve_keeps_its_extremes_and_what_is_not_finite(tmp_path):
 def test_neighbouring_rollouts_are_averaged_in_the_bars(tmp_path):
     history = History()
     for at in range(100):
-        took = {"perf/rollout_time": 1.0, "perf/step_time": 3.0} | ({"perf/save_time": 10.0} if at % 10 == 9 else {})
+        took = {"perf/rollout_time": 1.0, "perf/step_time": 3.0, "perf/log_probs_time": float(at % 10 == 9)}
         history.take({"event": "metrics", "time": at, "rollout_id": at, "metrics": took})
     bars = document(RunDirectory(tmp_path), history, Limits(bars=10), "running")["stages"]
     assert len(bars) == 10 and (bars[3]["from"], bars[3]["to"], bars[3]["n"]) == (30, 39, 10)
-    assert all(bar["took"] == {"rollout": 1.0, "save": 1.0, "other": 1.8} for bar in bars)
+    assert all(bar["took"] == {"rollout": 1.0, "score": 0.1, "other": 1.9} for bar in bars)
 
 
 def test_engines_go_down_and_come_back():

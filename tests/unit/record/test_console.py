@@ -40,8 +40,8 @@ def test_plain_lines(clock):
     clock.now += 2
     view.rollout(0, METRICS)
     view.evaluation("arith", 0, {"eval/arith": 0.5, "eval/arith-truncated_ratio": 0.25})
-    view.loaded("runs/a")
-    view.saved("runs/b", 0.42)
+    view.message("info", "Loaded checkpoint from runs/a")
+    view.message("detail", "for a log")
     view.message("warning", "careful")
     view.stop("completed")
     view.stop("completed")
@@ -51,7 +51,6 @@ def test_plain_lines(clock):
         "rollout 0.35s train 0.60s sync 0.01s  eta 0:01:58",
         "eval arith  rollout 0  arith 0.500  arith-truncated_ratio 0.250",
         "Loaded checkpoint from runs/a",
-        "Saved checkpoint to runs/b (0.42s)",
         "warning: careful",
         "run demo completed  1/60 rollouts  0:00:02",
     ]
@@ -91,18 +90,23 @@ def test_when_the_panel_is_used(monkeypatch, tty, environment, live):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     view = Console(stream=stream)
-    view.start({}, 1)
+    view.start({"run": "demo"}, 1)
     assert (view._live is not None) is live
     view.stop("completed")
     assert view._live is None
 
 
-def live(width=110):
-    terminal = rich.console.Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
-    return Console(live=True, terminal=terminal), terminal
+@pytest.fixture
+def live(monkeypatch):
+    def made(width=110):
+        terminal = rich.console.Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
+        monkeypatch.setattr(rich.console, "Console", lambda **_: terminal)
+        return Console(live=True), terminal
+
+    return made
 
 
-def test_the_panel_shows_the_run():
+def test_the_panel_shows_the_run(live):
     view, terminal = live()
     view.start({"run": "demo", "model": "tiny"}, 20)
     view.stage("train")
@@ -110,7 +114,7 @@ def test_the_panel_shows_the_run():
         view.rollout(rollout_id, {**METRICS, "rollout/raw_reward": rollout_id / 12})
     view.evaluation("arith", 10, {"eval/arith": 0.25})
     view.evaluation("arith", 11, {"eval/arith": 0.5})
-    view.saved("runs/demo/[bold]x")
+    view.message("info", "Saved checkpoint to runs/demo/[bold]x")
     view.message("error", "[red]not markup")
     view.stop("completed")
     text = terminal.export_text()
@@ -122,14 +126,14 @@ def test_the_panel_shows_the_run():
     assert re.search("[▁▂▃▄▅▆▇█]{12}", last)
 
 
-def test_a_narrow_panel_and_one_without_a_total():
+def test_a_narrow_panel(live):
     view, terminal = live(width=30)
-    view.start({}, None)
+    view.start({"run": "demo"}, 3)
     view.rollout(0, METRICS)
     view.stop("failed")
     text = terminal.export_text()
     last = text[text.rindex("╭"):].splitlines()
-    assert {len(line) for line in last} <= {0, 30} and "failed" in last[1] and "1/?" in last[1]
+    assert {len(line) for line in last} <= {0, 30} and "failed" in last[1] and "1/3" in last[1]
 
 
 def test_a_view_that_never_started_has_nothing_to_say():
@@ -145,14 +149,14 @@ class Closed(io.StringIO):
 
 def test_a_closed_pipe_ends_the_view_and_not_the_run(clock):
     view = Console(live=False, stream=Closed())
-    view.start({}, 3)
+    view.start({"run": "demo"}, 3)
     view.rollout(0, METRICS)
     view.stop("completed")
 
 
-def test_a_panel_that_fails_ends_the_view_and_not_the_run(monkeypatch):
+def test_a_panel_that_fails_ends_the_view_and_not_the_run(live, monkeypatch):
     view, terminal = live()
-    view.start({}, 3)
+    view.start({"run": "demo"}, 3)
     monkeypatch.setattr(view, "_panel", lambda: 1 / 0)
     view.rollout(0, METRICS)
     monkeypatch.setattr(terminal, "print", lambda *_, **__: 1 / 0)

@@ -34,10 +34,9 @@ def hold(path: Path, *flags: str) -> subprocess.Popen:
     return process
 
 
-def test_acquire_makes_the_layout_and_is_idempotent(tmp_path):
+def test_a_run_makes_the_layout(tmp_path):
     run = RunDirectory(tmp_path / "a" / "run")
     with run:
-        assert run.acquire() is run
         assert all(folder.is_dir() for folder in (run.samples, run.logs, run.debug))
         assert run.holder()["pid"] == os.getpid()
     assert run.holder() is None

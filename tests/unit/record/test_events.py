@@ -178,8 +178,6 @@ def test_stage_seconds_counts_nothing_twice():
             "perf/ref_log_probs_time": 0.5, "perf/update_weights_time": 0.1, "rollout/x": 3.0, "perf/eval_time": None}
     assert stage_seconds(perf) == {"rollout": 2.0, "score": 1.5, "train": 3.5, "sync": 0.1}
     assert stage_seconds({**perf, "perf/actor_train_time": 3.0})["train"] == 3.0
-    own = {"perf/score_time": 1.0, "perf/train_time": 2.0, "perf/sync_time": 0.5}
-    assert stage_seconds(own) == {"score": 1.0, "train": 2.0, "sync": 0.5}
 
 
 def test_every_kind_that_is_written_is_declared():

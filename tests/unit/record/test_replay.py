@@ -176,7 +176,7 @@ def test_a_rollout_comes_back_to_the_bit(tmp_path_factory, held, version, place)
     flipped[place.draw(st.integers(0, len(whole) - 1))] ^= 1 << place.draw(st.integers(0, 7))
     for damaged in (whole[:-1], flipped):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"\[rollout-dump-unreadable\]"):
+        with pytest.raises(DataError, match=r"\[file-unreadable\]"):
             load_batch(template, 5)
 
 

@@ -14,7 +14,7 @@ from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import read
 from miles_core.record.journal import Journal
-from miles_core.record.stall import terminated, watched
+from miles_core.record.stall import terminable, watched
 
 SLOW = '''import asyncio, time
 from miles_core import hookimpl
@@ -50,7 +50,7 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
         with watched(journal, lambda **more: journal.event("heartbeat", **more), every=0.05, limit=0.2):
             await hooks.reward[name](None)
 
-    with RunDirectory(tmp_path / "run").acquire() as directory, open(console, "w") as stream:
+    with RunDirectory(tmp_path / "run") as directory, open(console, "w") as stream:
         journal = Journal(directory, Console(False, stream))
         asyncio.run(run(journal))
     events = list(read(directory.events))
@@ -67,8 +67,7 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
 
 async def begun_and_ended(number: int = signal.SIGTERM) -> object:
     """What handles a signal inside."""
-    with terminated(asyncio.current_task()):
-        return signal.getsignal(number)
+    return await terminable(asyncio.to_thread(signal.getsignal, number))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

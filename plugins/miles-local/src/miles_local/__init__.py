@@ -22,6 +22,10 @@ and what trainers share:
     logits.py         log-probs and their gradients by kernels of a GPU
     muon.py           Muon's arithmetic
     rendezvous.py     ranks meet; transfer.py, arrays reach the device
+
+and what weight syncs share:
+
+    buckets.py        the stream of weights in flat buffers of limited size
 """
 
 import os

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from miles_core.buckets import Bucket, Cutter
 from miles_core.errors import SyncError
 from miles_core.types import Rank
+from miles_local.buckets import Bucket, Cutter
 
 if TYPE_CHECKING:
     from miles_core.config.tables import RunConfig

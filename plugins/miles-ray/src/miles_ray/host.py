@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.errors import ConfigError, DiedError
-from miles_core.hosts import Handle, RankGroup, answer, in_daemon_thread, let_go, meeting_folder, unpacked, write_to
+from miles_core.hosts import Handle, Instance, RankGroup, in_daemon_thread, meeting_folder, unpacked, write_to
 from miles_core.messages import Message, answered, unpickled
 from miles_core.types import Rank
 from miles_ray import cluster, versions
@@ -28,8 +28,6 @@ class Actor:
     """Lives in the Ray worker; one call at a time."""
 
     def __init__(self) -> None:
-        self._hosted: Any = None
-        self._failure: BaseException | None = None
         self._store: Any = None
         self._memory = memoryview(b"")
 
@@ -57,27 +55,24 @@ class Actor:
             os.chdir(folder)
         if log is not None and log.parent.is_dir():
             write_to(log)
-        try:
-            *others, last = args
-            if isinstance(last, Rank) and last.rendezvous is None:
-                last = replace(last, rendezvous=meet)
-            self._hosted = factory(*others, last)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
-            self._failure = error
+        *others, last = args
+        if isinstance(last, Rank) and last.rendezvous is None:
+            last = replace(last, rendezvous=meet)
+        self._hosted = Instance(factory, (*others, last))
         return versions.here(plugins)
 
     def ask(self, method: str, packed: Packed) -> tuple[bytes, list[tuple[int, int]]]:
         """Call the hosted object; its arguments' arrays stay in the object store of this node, where it reads them."""
         body, spans, memory = packed
         self._memory = memoryview(memory) if memory.size else self._memory
-        result, error, trace = answer(self._hosted, self._failure, method, unpickled(body, spans, self._memory))
+        result, error, trace = self._hosted.answer(method, unpickled(body, spans, self._memory))
         if isinstance(result, list):
             result = [tuple(map(_by_itself, one)) if isinstance(one, tuple) else one for one in result]
         return answered((result, error, trace), self._memory, _pickled)
 
     def finish(self) -> None:
         """Let the hosted object leave groups and connections."""
-        let_go(self._hosted)
+        self._hosted.close()
 
 
 Packed = tuple[bytes, list[tuple[int, int]], np.ndarray]

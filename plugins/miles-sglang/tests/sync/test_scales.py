@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from miles_local.buckets import Cutter, sent_as
 from miles_sglang.server_extension.miles_sums import Held
 from miles_sglang.sync.verify import Ledger, check
 
-from miles_core.buckets import Cutter, sent_as
 from miles_core.errors import SyncError
 
 LAYER = "model.layers.0."

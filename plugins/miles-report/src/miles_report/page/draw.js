@@ -183,7 +183,7 @@ function spark(curve, color) {
 }
 
 // --------------------------------------------------------------------------------------------------- time per stage
-const STAGES = ["prompts", "rollout", "score", "train", "sync", "eval", "save", "other"];
+const STAGES = ["rollout", "score", "train", "sync", "other"];
 function stack() {
   const bars = D.stages, box = $("stack"), w = Math.max(300, box.clientWidth - 34), h = 190, left = 46, bottom = 20;
   $("time").hidden = !bars.length;

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from miles_local.buckets import sent_as
 from safetensors.torch import save_file
 
-from miles_core.buckets import sent_as
 from miles_core.stages.sync import WRITTEN
 from miles_core.types import Rank
 from miles_sglang.sync.sender import Meter, Servers, Settings

@@ -19,9 +19,9 @@ from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.distributed as dist
+from miles_local.buckets import Bucket
 from torch.multiprocessing import reductions
 
-from miles_core.buckets import Bucket
 from miles_core.errors import SyncError
 from miles_core.types import Rank
 from miles_sglang.sync.sender import Meter, Servers, Settings

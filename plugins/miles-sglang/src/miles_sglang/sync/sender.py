@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from miles_local.buckets import Cutter, Stream
 
-from miles_core.buckets import Cutter, Stream
 from miles_sglang.server_extension.miles_stacks import cut
 from miles_sglang.sync import verify
 from miles_sglang.sync.servers import Reports, Target, describe, for_all, load

@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from miles_core.buckets import Cutter, atom
+from miles_local.buckets import Cutter, atom
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 KINDS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
