@@ -21,11 +21,11 @@ GROUPS = (32, 64, 128)
 """Group sizes that SGLang's kernels take."""
 USUAL = 32
 
-_EXPERT = re.compile(r"\.layers\.\d+\.[\w.]*?\.experts\.\d+\.(?:gate|up|down|gate_up)_proj\.weight$"
-                     r"|\.layers\.\d+\.[\w.]*?\.experts\.\d+\.w[123]\.weight$")
+_EXPERT = re.compile(r"\.layers\.\d+\.(?:[\w.]*\.)?experts\.\d+\.(?:gate|up|down|gate_up)_proj\.weight$"
+                     r"|\.layers\.\d+\.(?:[\w.]*\.)?experts\.\d+\.w[123]\.weight$")
 _LINEAR = re.compile(r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.).*\.layers\.\d+\."
                      r"(?:self_attn\.(?:[qkvo]|qkv)_proj|(?:[\w.]*\.)?(?:gate|up|down|gate_up)_proj)\.weight$")
-_FUSED_EXPERTS = re.compile(r"(\.layers\.\d+\.[\w.]*?\.experts)\.\w+$")
+_FUSED_EXPERTS = re.compile(r"(\.layers\.\d+\.(?:[\w.]*\.)?experts)\.\w+$")
 """Experts that are one tensor, which is not called a weight."""
 _NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
 _FUSED = {"gate_proj": "(gate|gate_up)_proj", "up_proj": "(up|gate_up)_proj"}

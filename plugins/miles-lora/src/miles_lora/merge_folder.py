@@ -8,21 +8,17 @@ from typing import cast
 
 import torch
 from miles_megatron import hf_config
-from miles_megatron.convert import architecture
+from miles_megatron.convert import AS_NAMED, architecture
 from miles_megatron.disk_names import changed as in_place_of
 from miles_megatron.disk_names import places
 from miles_megatron.readers import Readers
 from miles_megatron.shards import few, tensor_files
-from miles_megatron.specs import WeightMap
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import merge
 from miles_lora.targets import PEFT, adapter_of, names_of
-
-_AS_NAMED = WeightMap(rules=(), heads=0, groups=0, head_dim=0)
-"""Of files that have a tensor for each adapter, by its name; others keep all experts in one, or call them otherwise."""
 
 
 def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | None) -> str:
@@ -48,7 +44,7 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
         raise CheckpointError("adapters cannot be merged into quantised weights", code="lora-base-quantised",
                               got=stated.get("quant_method"), who=str(source / "config.json"), fix="merge into plain "
                               "weights: miles convert fp8-to-hf or int4-to-hf writes them, or use the run's --save-hf")
-    weight_map = _AS_NAMED if changed <= base.keys() else architecture(source, ())[1]
+    weight_map = AS_NAMED if changed <= base.keys() else architecture(source, ())[1]
     names = [name for name in base if adapter_of(name) is None]
     if lost := sorted(changed - places(names, weight_map).keys()):
         raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
