@@ -13,7 +13,7 @@ from miles_core.config.load import config_json
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import chosen
-from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles
+from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles, writes
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +80,12 @@ class Fp8:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """SGLang would compute with the weights that it loaded, whatever a sync sends."""
+        """What no sync could write, nor the local engine read, and what SGLang loads once: it would compute with that,
+        whatever a sync sends."""
         path, whole = config_json(config)
         stated: Any = (whole or {}).get("quantization_config") or {}
+        if config.trains or (config.debug.debug_rollout_only and chosen(config, "engine") == "local"):
+            writes(stated, path.parent)
         served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
         if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
             raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "

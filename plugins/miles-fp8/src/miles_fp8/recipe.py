@@ -136,6 +136,26 @@ def is_excluded(module: str, modules: Sequence[str]) -> bool:
     return False
 
 
+def writes(quantization: Mapping[str, object], folder: Path) -> bool:
+    """Whether a quantization_config is of FP8 or NVFP4; another method is another plugin's.
+
+    Raises:
+        ConfigError: FP8 of a kind that this plugin does not write.
+    """
+    method = quantization.get("quant_method")
+    if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
+        return True
+    if method not in ("fp8", "mxfp8", "modelopt"):
+        return False
+    known = {"quant_method": ("fp8", "mxfp8"), "quant_algo": (None,), "activation_scheme": (None, "dynamic"),
+             "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
+    if wrong := {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}:
+        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
+                          code="fp8-format-unsupported", got=wrong, who=str(folder / "config.json"),
+                          fix="create one with miles convert hf-to-fp8")
+    return True
+
+
 def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | None:
     """How a checkpoint holds its weights, by the quantization_config of its config.json and the names of its tensors.
 
@@ -146,19 +166,12 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
         ConfigError: FP8 of a kind that this plugin does not write.
         CheckpointError: the index or the headers of its files cannot be read.
     """
+    if not writes(quantization, folder):
+        return None
     method = quantization.get("quant_method")
-    if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
+    if method == "modelopt":
         left: Any = quantization.get("ignore") or ()
         return Held(FOUR_BITS, NVFP4, tuple(left), _scaled(folder))
-    if method not in ("fp8", "mxfp8", "modelopt"):
-        return None
-    known = {"quant_method": ("fp8", "mxfp8"), "quant_algo": (None,), "activation_scheme": (None, "dynamic"),
-             "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
-    wrong = {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}
-    if wrong:
-        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
-                          code="fp8-format-unsupported", got=wrong, who=str(folder / "config.json"),
-                          fix="create one with miles convert hf-to-fp8")
     block: Any = quantization.get("weight_block_size")
     if method == "mxfp8":
         recipe, tiles = "mxfp8", WEIGHTS["mxfp8"]
