@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_megatron.specs import TOWERS
+
 from miles_core.errors import CheckpointError, ConfigError
 
 RECIPES = ("blockwise", "tensorwise", "mxfp8")
@@ -23,7 +25,8 @@ OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
 """Ends of the names of scales that say nothing of weights."""
 
 _LINEAR = re.compile(
-    r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.)(?:.*\.)?(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
+    rf"^(?!{TOWERS})"
+    r"(?:.*\.)?(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
     r"[qkvo]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"  # attention, dense MLPs, experts
     r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"  # latent attention and its indexer
     r"|in_proj_qkvz?|in_proj_z|out_proj"  # linear attention
