@@ -18,7 +18,7 @@ from miles_megatron.weights import export_hf
 from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import merge
-from miles_lora.targets import PEFT, adapter_of, names_of
+from miles_lora.targets import PEFT, adapter_of, by_itself, names_of
 
 
 def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | None) -> str:
@@ -44,9 +44,11 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
         raise CheckpointError("adapters cannot be merged into quantised weights", code="lora-base-quantised",
                               got=stated.get("quant_method"), who=str(source / "config.json"), fix="merge into plain "
                               "weights: miles convert fp8-to-hf or int4-to-hf writes them, or use the run's --save-hf")
-    weight_map = AS_NAMED if changed <= base.keys() else architecture(source, ())[1]
+    as_named = changed <= base.keys()
+    weight_map = AS_NAMED if as_named else architecture(source, ())[1]
+    called = {name if as_named else by_itself(name): name for name in changed}
     names = [name for name in base if adapter_of(name) is None]
-    if lost := sorted(changed - places(names, weight_map).keys()):
+    if lost := sorted(called.keys() - places(names, weight_map).keys()):
         raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
                               fix="use the base model that they were trained on", code="lora-adapters-of-other-model")
     if adapters is None and alpha is None:
@@ -61,9 +63,9 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
                                   "merge_and_unload, or train without embeddings, biases and modules_to_save")
 
         def with_adapter(name: str, weight: torch.Tensor) -> torch.Tensor:
-            if name not in changed:
+            if name not in called:
                 return weight
-            first, second = map(read.tensor, names_of(name))
+            first, second = map(read.tensor, names_of(called[name]))
             return merge(weight, first, second, shape.scale if shape else cast("float", alpha) / len(first))
 
         export_hf(out, source, in_place_of(((name, read.tensor(name)) for name in names), weight_map, with_adapter))
