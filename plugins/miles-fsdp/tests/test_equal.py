@@ -148,6 +148,18 @@ def test_samples_without_advantage_can_be_left_out(train, size):
     assert all(np.abs(fewer["weights"][name] - value).max() <= WEIGHTS for name, value in whole["weights"].items())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_as_many_samples_are_left_out_of_micro_batches_of_a_fixed_size_on_any_number_of_ranks(train, trainer):
+    """What fills their micro-batches is in no metric; samples did, and so the metrics depended on the ranks."""
+    flags = ("--no-use-kl-loss", "--entropy-coef", "0", "--skip-zero-advantages",
+             "--no-use-dynamic-batch-size", "--micro-batch-size", "2")
+    one, two = (train(trainer, "qwen3", size, *flags)["steps"] for size in (1, 2))
+    assert any(step["train/skipped_samples"] * 8 % 4 for step in one), "so that two ranks have to fill"
+    for name in ("train/skipped_samples", "train/loss", "train/grad_norm", "train/pg_clipfrac", "train/ppo_kl"):
+        assert [step[name] for step in two] == pytest.approx([step[name] for step in one], abs=1e-5), name
+
+
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_samples_that_ranks_cannot_divide_are_trained_on_as_one_rank_does(train, folder, trainer):
     """Each alone in a micro-batch, 7 and 8 of them in a step: a rank has one more than it has samples."""
