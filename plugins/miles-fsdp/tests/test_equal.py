@@ -221,14 +221,18 @@ def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver
     assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
 
 
-def test_an_actor_that_has_taken_no_step_is_saved_as_such(train, folder, tmp_path):
-    """Its critic warms up. Bit for bit; AdamW scales steps by their number."""
-    flags = ("--trainer", "fsdp", "--hf-checkpoint", str(folder / "llama"), *PPO, "--num-critic-only-steps", "1")
+@pytest.mark.parametrize("trainer", [pytest.param("megatron", marks=pytest.mark.full), "fsdp"])
+def test_an_actor_that_has_taken_no_step_is_saved_as_such(train, folder, tmp_path, trainer):
+    """Its critic warms up. Bit for bit; AdamW scales steps by their number, and its schedule counts its own."""
+    flags = ("--trainer", trainer, "--hf-checkpoint", str(folder / "llama"), *PPO, "--num-critic-only-steps", "1")
     [first, *rest] = batches(3)
-    straight = train("fsdp", "llama", 1, *PPO, "--num-critic-only-steps", "1")
+    straight = train(trainer, "llama", 1, *PPO, "--num-critic-only-steps", "1")
     train.ranks(1).train(prepare(folder / "run.toml", flags), [first], save=tmp_path)
     resumed = train.ranks(1).train(prepare(folder / "run.toml", [*flags, "--load", str(tmp_path)]), rest)
     assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in straight["weights"].items())
+    rates = [step["train/lr-pg_0"] for step in train(trainer, "llama", 1, *PPO)["steps"]]
+    for steps in (straight["steps"][2:], resumed["steps"]):
+        assert [step["train/lr-pg_0"] for step in steps] == rates[:4]
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
