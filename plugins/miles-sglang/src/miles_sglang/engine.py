@@ -75,7 +75,7 @@ class SglangEngine:
         self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
         # In a weight sync that takes less, whoever hangs is found before the sync is late.
-        self._patience = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
+        self._drain_seconds = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
         self._control = asyncio.Lock()
         self._background = Background(lambda error: self._scheduler.end(list(self._in_flight.values()), error))
         self._started = False
@@ -352,11 +352,11 @@ class SglangEngine:
         if mode != "in_place":
             await self._bring_back(list(self._scheduler.sent))
         how = "in_place" if mode == "in_place" else "abort"
-        await self._pool.each(lambda server: server.client.pause(how, self._patience))
+        await self._pool.each(lambda server: server.client.pause(how, self._drain_seconds))
 
     async def _let_go(self) -> None:
         if self._open and not self._released and not self._background.closed:
-            await self._pool.each(lambda server: server.client.resume(self._patience),
+            await self._pool.each(lambda server: server.client.resume(self._drain_seconds),
                                   filter(self._pool.usable, self.servers))
             await self._pool.route()
             self._pool.serving = True
@@ -364,7 +364,7 @@ class SglangEngine:
 
     async def _bring_back(self, requests: Sequence[InFlightRequest]) -> None:
         """End the calls of these requests at the servers, and wait for what they have drawn."""
-        for _ in range(max(1, int(self._patience))):
+        for _ in range(max(1, int(self._drain_seconds))):
             if not (left := [inflight for inflight in requests if inflight in self._scheduler.sent]):
                 return
             everything = len(left) == len(self._scheduler.sent)
@@ -372,6 +372,6 @@ class SglangEngine:
             await self._pool.abort(None if everything else [inflight.rid for inflight in left])
             if await self._scheduler.wait_released(left, 1.0):
                 return
-        raise EngineError(f"{len(left)} requests did not come back within {self._patience:g} s",
+        raise EngineError(f"{len(left)} requests did not come back within {self._drain_seconds:g} s",
                           who=", ".join(sorted({endpoint.client.name for endpoint in self._scheduler.sent.values()})),
                           fix="look at its log", code="requests-not-drained")

@@ -65,7 +65,7 @@ class VllmEngine:
         self._calls: dict[str, Call] = {}
         self._pauses, self._pulse = 0, asyncio.Event()
         # In a weight sync that takes less, whoever hangs is found before the sync is late.
-        self._patience = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
+        self._drain_seconds = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
         self._control = asyncio.Lock()
         self._background = Background(lambda _: self._wake())
         self._started = False
@@ -189,7 +189,7 @@ class VllmEngine:
             if mode == "abort":
                 self._end(list(self._calls.values()))
             how = "keep" if mode == "in_place" else "abort"
-            await self._pool.each(lambda server: server.client.pause(how, self._patience))
+            await self._pool.each(lambda server: server.client.pause(how, self._drain_seconds))
             if mode != "in_place":
                 await self._bring_back(list(self._calls.values()))
 
@@ -197,7 +197,7 @@ class VllmEngine:
         """Go on after `pause`; does nothing otherwise."""
         async with self._control:
             if not self._background.closed:
-                await self._pool.each(lambda server: server.client.resume(self._patience), self._pool.usable())
+                await self._pool.each(lambda server: server.client.resume(self._drain_seconds), self._pool.usable())
                 self._pool.serving = True
                 self._wake()
 
@@ -324,11 +324,11 @@ class VllmEngine:
         Raises:
             EngineError: some do not come back.
         """
-        until = asyncio.get_running_loop().time() + self._patience
+        until = asyncio.get_running_loop().time() + self._drain_seconds
         named = [(call, call.rid) for call in calls if call.server is not None]
         while left := [(call, rid, call.server) for call, rid in named if call.server is not None and call.rid == rid]:
             if asyncio.get_running_loop().time() > until:
-                raise EngineError(f"{len(left)} requests did not come back within {self._patience:g} s",
+                raise EngineError(f"{len(left)} requests did not come back within {self._drain_seconds:g} s",
                                   who=", ".join(sorted({server.name for _, _, server in left})), fix="look at its log",
                                   code="requests-not-drained")
             # Again and again: a request may have been on its way to the server.
