@@ -53,7 +53,8 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
                 if not attempt.recorded:  # the signal came before the record was open, or in the middle of its end
                     with contextlib.suppress(MilesError):
                         EventLog(directory.events).run_end("interrupted")
-                print(f"Interrupted. {_how_to_go_on(plan, attempt.resumes())}", file=sys.stderr)
+                with contextlib.suppress(OSError):  # a SIGHUP is the terminal's end
+                    print(f"Interrupted. {_how_to_go_on(plan, attempt.resumes())}", file=sys.stderr)
                 return 130
             except MilesError as error:
                 if attempt.survives(error):

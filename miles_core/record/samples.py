@@ -94,8 +94,7 @@ def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, obj
         "versions": _column(sample, "versions"),
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(score) for name, score in sample.rewards.items()},
-        "label": sample.prompt.label, "status": str(sample.status),
-        "advantage": _advantage(sample)}
+        "label": sample.prompt.label, "status": str(sample.status), "advantage": _advantage(sample)}
 
 
 def _column(sample: Sample, name: str) -> np.ndarray | None:

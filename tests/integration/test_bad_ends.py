@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +63,31 @@ def test_interrupted_run_that_saved_nothing(place, quiet):
     quiet(outcome)
     assert outcome.code == 130 and outcome.err.startswith("Interrupted. Nothing was saved; with --save FOLDER")
     place.clean()
+
+
+ON_ITS_OWN_TERMINAL = """
+import fcntl, sys, termios
+from miles_core.cli import main
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+main()
+"""
+
+
+@pytest.mark.full
+def test_a_terminal_that_is_closed_is_an_interrupt(place):
+    """The last sentence cannot be written any more, which is no error."""
+    terminal, end = os.openpty()
+    words = ["run", place.file, "--no-live", "--run-dir", "runs/a", "--num-rollout", "1000"]
+    with subprocess.Popen([sys.executable, "-c", ON_ITS_OWN_TERMINAL, *words], cwd=place.path, stdin=end, stdout=end,
+                          stderr=end, start_new_session=True) as process:
+        try:
+            os.close(end)
+            wait_for(place, "metrics", SimpleNamespace(is_alive=lambda: process.poll() is None))
+            os.close(terminal)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert [event["status"] for event in events(place, "run_end")] == ["interrupted"]
 
 
 def test_interrupt_while_a_scorer_hangs(place, quiet):

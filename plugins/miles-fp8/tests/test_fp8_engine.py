@@ -4,16 +4,19 @@ Rounding is a step function, so where the two sides' plain float32 differs in it
 another step (6 %). What should agree is therefore measured in shares of what FP8 in the engine alone makes.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from miles_fp8.emulate import Emulation, emulate
 from miles_fp8.recipe import Held, tiles
 from miles_fp8.stream import apart, plain, quantised, rounding_inputs
 from miles_local.operands import rounding
 from miles_local.placing import decoder_for
 from miles_local.weights import read_tensors
+from miles_megatron.commands.convert import command
 from miles_megatron.testing.parity import Case, family_of, packed_logits, random_model
 
 pytestmark = pytest.mark.xdist_group("fp8")
@@ -105,3 +108,26 @@ def test_the_last_bit_of_an_input_becomes_steps_of_fp8_in_a_wide_model(tmp_path)
         (fp8, plain), (fp8_nudged, fp8), (nudged, plain)))
     print(f"\nFP8 moves logits by {step:.1e}, one bit by {moved:.1e} with it and {plainly:.1e} without")
     assert plainly < 1e-5 and step / 20 < moved < step
+
+
+def test_the_conversion_takes_experts_in_one_tensor_apart(tmp_path):
+    """They are most of the model, and engines have names for one expert, as a weight sync sends them."""
+    plain_model, out, back = tmp_path / "plain", tmp_path / "fp8", tmp_path / "back"
+    random_model(CASES["gemma 4"]).save_pretrained(plain_model)
+    before = dict(read_tensors(plain_model))
+    done = CliRunner().invoke(command, ["hf-to-fp8", str(plain_model), str(out)])
+    assert done.exit_code == 0, done.output
+    after, each = dict(read_tensors(out)), "model.layers.1.experts."
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert not any("experts" in module for module in said["modules_to_not_convert"])
+    assert f"{each}gate_up_proj" in before and not any(tensor.dim() == 3 for tensor in after.values())
+    assert after[f"{each}3.down_proj.weight"].dtype == torch.float8_e4m3fn
+    assert after[f"{each}3.down_proj.weight_scale_inv"].numel() == 1
+    assert CliRunner().invoke(command, ["fp8-to-hf", str(out), str(back)]).exit_code == 0
+    again = dict(read_tensors(back))
+    gate, up = before[f"{each}gate_up_proj"][2].chunk(2)
+    for name, part in (("gate", gate), ("up", up)):
+        assert (again[f"{each}2.{name}_proj.weight"] - part).abs().max() < part.abs().max() / 16
+    kept = CliRunner().invoke(command, ["hf-to-fp8", str(plain_model), str(tmp_path / "kept"), "--keep", each[:-1]])
+    assert kept.exit_code == 0, kept.output
+    assert torch.equal(dict(read_tensors(tmp_path / "kept"))[f"{each}gate_up_proj"], before[f"{each}gate_up_proj"])

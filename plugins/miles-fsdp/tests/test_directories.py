@@ -63,13 +63,13 @@ def test_an_export_says_its_dtype_and_has_all_files_beside_the_weights(tmp_path,
     del constants["dtype"]
     (source / "config.json").write_text(json.dumps(constants | {key: "bfloat16"}))
     (source / "config.json").chmod(0o444)
-    for name in ("words.tiktoken", "modeling.py", "pytorch_model.bin.index.json", "model-00001-of-00001.safetensors"):
+    left = {"pytorch_model.bin.index.json", "model-00001-of-00001.safetensors", "hf_quant_config.json"}
+    for name in ("words.tiktoken", "modeling.py", *left):
         (source / name).write_text("{}")
     weights = load_file(source / "model.safetensors")
     checkpoint.export(tmp_path / "out", iter(weights.items()), str(source), torch.float32)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == constants | {key: "float32"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        path.name for path in source.iterdir()} - {"pytorch_model.bin.index.json", "model-00001-of-00001.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in source.iterdir()} - left
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == weights.keys() and all(torch.equal(stored[name], one) for name, one in weights.items())

@@ -148,6 +148,18 @@ def test_samples_without_advantage_can_be_left_out(train, size):
     assert all(np.abs(fewer["weights"][name] - value).max() <= WEIGHTS for name, value in whole["weights"].items())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_as_many_samples_are_left_out_of_micro_batches_of_a_fixed_size_on_any_number_of_ranks(train, trainer):
+    """What fills their micro-batches is in no metric; samples did, and so the metrics depended on the ranks."""
+    flags = ("--no-use-kl-loss", "--entropy-coef", "0", "--skip-zero-advantages",
+             "--no-use-dynamic-batch-size", "--micro-batch-size", "2")
+    one, two = (train(trainer, "qwen3", size, *flags)["steps"] for size in (1, 2))
+    assert any(step["train/skipped_samples"] * 8 % 4 for step in one), "so that two ranks have to fill"
+    for name in ("train/skipped_samples", "train/loss", "train/grad_norm", "train/pg_clipfrac", "train/ppo_kl"):
+        assert [step[name] for step in two] == pytest.approx([step[name] for step in one], abs=1e-5), name
+
+
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_samples_that_ranks_cannot_divide_are_trained_on_as_one_rank_does(train, folder, trainer):
     """Each alone in a micro-batch, 7 and 8 of them in a step: a rank has one more than it has samples."""
@@ -209,14 +221,18 @@ def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver
     assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
 
 
-def test_an_actor_that_has_taken_no_step_is_saved_as_such(train, folder, tmp_path):
-    """Its critic warms up. Bit for bit; AdamW scales steps by their number."""
-    flags = ("--trainer", "fsdp", "--hf-checkpoint", str(folder / "llama"), *PPO, "--num-critic-only-steps", "1")
+@pytest.mark.parametrize("trainer", [pytest.param("megatron", marks=pytest.mark.full), "fsdp"])
+def test_an_actor_that_has_taken_no_step_is_saved_as_such(train, folder, tmp_path, trainer):
+    """Its critic warms up. Bit for bit; AdamW scales steps by their number, and its schedule counts its own."""
+    flags = ("--trainer", trainer, "--hf-checkpoint", str(folder / "llama"), *PPO, "--num-critic-only-steps", "1")
     [first, *rest] = batches(3)
-    straight = train("fsdp", "llama", 1, *PPO, "--num-critic-only-steps", "1")
+    straight = train(trainer, "llama", 1, *PPO, "--num-critic-only-steps", "1")
     train.ranks(1).train(prepare(folder / "run.toml", flags), [first], save=tmp_path)
     resumed = train.ranks(1).train(prepare(folder / "run.toml", [*flags, "--load", str(tmp_path)]), rest)
     assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in straight["weights"].items())
+    rates = [step["train/lr-pg_0"] for step in train(trainer, "llama", 1, *PPO)["steps"]]
+    for steps in (straight["steps"][2:], resumed["steps"]):
+        assert [step["train/lr-pg_0"] for step in steps] == rates[:4]
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])

@@ -99,6 +99,25 @@ def test_transformers_loads_what_the_command_writes(models, name):
     assert (found - before).abs().max() > 0.05
 
 
+def test_experts_in_one_tensor_are_packed_apart(tmp_path):
+    """As a weight sync sends them; engines have names for one expert."""
+    import transformers as hf
+
+    source, out, back = tmp_path / "plain", tmp_path / "packed", tmp_path / "back"
+    config = hf.Gemma4TextConfig(**SIZES | dict(head_dim=32), global_head_dim=32, enable_moe_block=True, num_experts=2,
+                                 top_k_experts=1, moe_intermediate_size=64, hidden_size_per_layer_input=0,
+                                 layer_types=["sliding_attention", "full_attention"])
+    hf.Gemma4ForCausalLM(config).save_pretrained(source)
+    converted(source, out)
+    before, after, each = tensors(source), tensors(out), "model.layers.0.experts."
+    assert f"{each}gate_up_proj" in before and f"{each}gate_up_proj" not in after
+    assert sum(name.endswith("_packed") for name in after) == 2 * 2 * 3
+    convert_to_plain(out, back)
+    gate, up = before[f"{each}gate_up_proj"][1].chunk(2)
+    for name, part in {"gate": gate, "up": up}.items():
+        assert torch.equal(tensors(back)[f"{each}1.{name}_proj.weight"], rounded(part.contiguous(), 32, torch.float32))
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["text model", "beside a vision tower"])
 def test_a_packed_directory_becomes_plain(models, tmp_path, inside):
     """Kimi K2.5 says of its text model alone that it is packed."""

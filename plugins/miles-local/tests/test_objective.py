@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from miles_local.objective import ActorStep, with_advantage
+from miles_local.objective import ActorStep, with_advantage, with_fillers
 
 from miles_core.config.tables import Perf, Rollout, RunConfig
+from miles_core.types import Sample
 
 
 @pytest.mark.parametrize(("proceeds", "warns"), [((), True), ((0,), False), ((3,), False)])
@@ -34,20 +35,24 @@ def test_without_a_hook_the_actor_just_steps():
     assert step(lambda: {"made": 1.0}, SimpleNamespace(batch=SimpleNamespace(rollout_id=0), index=0)) == {"made": 1.0}
 
 
-@pytest.mark.parametrize(("perf", "at_once", "left"), [
+@pytest.mark.parametrize(("perf", "at_once", "rides"), [
     (Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=8), 4, 2), (Perf(micro_batch_size=1), 2, 2),
     (Perf(micro_batch_size=2), 2, 4), (Perf(micro_batch_size=3), 2, 6),
 ])
-def test_what_trains_nothing_stays_only_where_micro_batches_of_so_many_samples_want_it(perf, at_once, left):
-    """Metrics of what stays would be others on other numbers of ranks."""
+def test_what_trains_nothing_is_left_out_alike_on_any_number_of_ranks(perf, at_once, rides):
+    """Where micro-batches have a fixed number of samples, fillers count in no metric; a sample would."""
     values = (0.0, 1.0, 0.0, 0.0, -1.0, 0.0, 0.0)
-    samples = [SimpleNamespace(index=i, columns={"advantages": np.full(3, value), "loss_mask": np.ones(3, np.uint8)})
-               for i, value in enumerate(values)]
-    taken = [sample.index for sample in with_advantage(samples, perf, at_once)]
-    assert len(taken) == left and {1, 4} <= set(taken) and taken == sorted(taken)
+    prompt = SimpleNamespace()
+    samples = [Sample(prompt, i, {"tokens": np.zeros(4 + i), "advantages": np.full(3, value),
+                                  "loss_mask": np.ones(3, np.uint8)}) for i, value in enumerate(values)]
+    taken = with_advantage(samples)
+    assert [sample.index for sample in taken] == [1, 4]
+    whole = with_fillers(taken, perf, at_once)
+    assert len(whole) == rides and whole[:2] == taken
+    assert all(one.index == 1 and not one.columns["loss_mask"].any() for one in whole[2:])
 
 
 def test_a_step_whose_samples_all_train_nothing_has_one():
     silent = [SimpleNamespace(columns={"advantages": np.zeros(3), "loss_mask": np.ones(3, np.uint8)}) for _ in range(3)]
-    [left] = with_advantage(silent, Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=8), 2)
+    [left] = with_advantage(silent)
     assert left is silent[0]

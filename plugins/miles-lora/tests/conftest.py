@@ -28,6 +28,10 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-siz
 def config_of(kind):
     from transformers import AutoConfig
 
+    if kind == "sees":
+        return AutoConfig.for_model("gemma3", text_config={**SIZES, "sliding_window": 16}, vision_config=dict(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+            patch_size=14), mm_tokens_per_image=4, boi_token_index=261, eoi_token_index=262, image_token_index=263)
     more = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS), "tied": ("qwen3", {"tie_word_embeddings": True}),
             "fused": ("glm4", {"partial_rotary_factor": 0.5}), "packed": ("gemma4_text", PACKED)}
     model_type, extra = more[kind]
@@ -37,7 +41,7 @@ def config_of(kind):
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """kind -> a Hugging Face directory."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     made = {}
 
@@ -45,7 +49,8 @@ def checkpoint(tmp_path_factory):
         if kind not in made:
             folder = made[kind] = tmp_path_factory.mktemp(kind) / "base"
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config_of(kind))
+            auto = AutoModelForImageTextToText if kind == "sees" else AutoModelForCausalLM
+            model = auto.from_config(config_of(kind))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(3 if parameter.dim() > 1 else 1)

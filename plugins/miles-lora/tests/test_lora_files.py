@@ -13,7 +13,7 @@ from miles_lora import peft
 from miles_lora.merging import Base, merged
 from miles_lora.plugin import Lora, LoraOptions
 from miles_lora.served import modules
-from miles_lora.targets import added, alone, names_of, targets
+from miles_lora.targets import INSIDE, added, alone, names_of, targets
 from miles_megatron import cpu
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.testing.ranks import batches
@@ -56,13 +56,15 @@ def export(plan, folder):
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.full)
-                                             for kind in ("tied", "fused", "moe"))])
+                                             for kind in ("tied", "fused", "moe", "sees"))])
 def test_peft_loads_what_a_run_saves_with_the_logits_of_the_merged_model(checkpoint, plan, one, kind, tmp_path):
-    """A trainer's own export: the model and, beside it, the adapters. Of experts PEFT knows no layer one by one."""
+    """A trainer's own export: the model and, beside it, the adapters. Of experts PEFT knows no layer one by one; of a
+    model that sees, the adapters lie inside of it and its tower has none."""
     import peft as lib
     from transformers import AutoModelForCausalLM
 
-    narrow = ("--target-modules", "q_proj,k_proj,v_proj,o_proj") if kind == "moe" else ()
+    narrow = {"moe": ("--target-modules", "q_proj,k_proj,v_proj,o_proj"),
+              "sees": ("--target-modules", "o_proj,gate_proj,up_proj,down_proj")}.get(kind, ())
     one.train(plan(checkpoint(kind), *LORA, "--lr", "3e-2", *narrow), batches(2, vocab=264), save=tmp_path / "kept")
     export(plan(checkpoint(kind), *LORA, *narrow, "--load", tmp_path / "kept"), tmp_path / "hf")
     base, whole = (AutoModelForCausalLM.from_pretrained(folder) for folder in (checkpoint(kind), tmp_path / "hf"))
@@ -273,3 +275,29 @@ def test_an_engine_alone_serves_the_adapters_that_it_is_given(checkpoint, adapte
     found = dict(plugin.import_weights(read_tensors(checkpoint())))
     expected = load_file(merged() / "model.safetensors")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_adapters_of_a_text_model_inside_another_have_any_of_its_names(checkpoint, plan, one, convert, tmp_path,
+                                                                      trainer):
+    """transformers' modules, releases of Gemma 3, and the text model alone begin them differently."""
+    base, found = checkpoint("sees"), {}
+    draw = torch.Generator().manual_seed(1)
+    shapes = {name: weight.shape for name, weight in load_file(base / "model.safetensors").items()
+              if name.endswith(".self_attn.o_proj.weight") and "vision" not in name}
+    inside = {name: [torch.randn(4, shape[1], generator=draw), torch.randn(shape[0], 4, generator=draw) * 0.1]
+              for name, shape in shapes.items()}
+    for outer in ("model.", *INSIDE):
+        adapters = {adapter: tensor for name, pair in inside.items()
+                    for adapter, tensor in zip(names_of(outer + name[name.index("layers."):]), pair, strict=True)}
+        peft.write(tmp_path / outer, peft.Shape(4, 12), adapters, str(base))
+        flags = (*LORA, "--lora-adapter-path", tmp_path / outer, "--target-modules", "o_proj", "--lr", 0)
+        found[outer] = one.train(plan(base, *flags, "--trainer", trainer), batches(1, vocab=264))["weights"]
+        convert("merge-lora", base, tmp_path / f"{outer}merged", "--lora-adapter-path", tmp_path / outer)
+    expected, merged_base = found.pop("model."), load_file(tmp_path / "model.merged" / "model.safetensors")
+    assert not torch.equal(merged_base[next(iter(inside))], load_file(base / "model.safetensors")[next(iter(inside))])
+    for outer, weights in found.items():
+        assert weights.keys() == expected.keys()
+        assert all((weights[name] == value).all() for name, value in expected.items()), outer
+        merged_here = load_file(tmp_path / f"{outer}merged" / "model.safetensors")
+        assert all(torch.equal(merged_here[name], one) for name, one in merged_base.items())

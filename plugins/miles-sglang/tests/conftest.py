@@ -42,11 +42,11 @@ def engine_over(config):
     """(*wires, mode=, trained=, **[sglang] options) -> an engine that uses these servers; `events` is what it told."""
     from dataclasses import replace
 
-    def make(*wires, mode="retract", trained=False, **options):
+    def make(*wires, mode="retract", trained=False, perf=None, **options):
         addresses = [wire.url.removeprefix("http://") for wire in wires]
         engine = SglangEngine(replace(
             config, rollout=replace(config.rollout, pause_generation_mode=mode),
-            debug=Debug(debug_rollout_only=not trained),
+            debug=Debug(debug_rollout_only=not trained), perf=perf or config.perf,
             options={"sglang": {**config.options["sglang"], "rollout_external_engine_addrs": addresses, **options}},
             ), Letters(), None)
         engine.events = []

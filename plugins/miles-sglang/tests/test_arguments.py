@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from miles_sglang.arguments import SERVED, command, environment
+from miles_sglang.serving import serving
 
 from miles_core.config.check import check
 from miles_core.config.load import load
@@ -51,6 +52,17 @@ def test_each_node_of_an_engine_knows_its_place():
                  meeting="10.0.0.1:9000")
     assert said["--tp-size"] == ["16"] and said["--random-seed"] == ["45"] and said["--host"] == ["10.0.0.2"]
     assert (said["--nnodes"], said["--node-rank"], said["--dist-init-addr"]) == (["2"], ["1"], ["10.0.0.1:9000"])
+
+
+@pytest.mark.parametrize(("flags", "announced"), [
+    ((), False), (("--rollout-min-new-tokens", 3), True),
+    (("--rollout-min-new-tokens", 3, "--debug-rollout-only"), False),
+], ids=str)
+def test_log_probs_that_are_not_the_trainers_are_announced(flags, announced):
+    """The servers take ends out of the distribution of the first tokens; the trainer does not."""
+    notes = []
+    serving(config(*flags), notes.append)
+    assert any("--rollout-min-new-tokens" in note for note in notes) == announced
 
 
 def test_a_deterministic_run_has_deterministic_servers():

@@ -14,6 +14,7 @@ import pytest
 from miles_sglang import server_pool
 from wire import Wire, WireRouter, log_prob, next_token
 
+from miles_core.config.tables import Perf
 from miles_core.errors import EngineError, SyncError
 
 
@@ -493,6 +494,20 @@ def test_requests_of_a_dead_server_go_to_another_and_it_comes_back_with_weights(
         assert recovered == [["external engine 0"]] and one.version == "1"
 
     over(engine_over, work, 2)
+
+
+@pytest.mark.parametrize("path", ["pause_generation", "continue_generation"])
+def test_a_server_that_hangs_in_a_sync_is_found_before_the_sync_is_late(engine_over, path):
+    """It is named and started again; the sync alone would have said that it was late."""
+    async def work(engine, one, two):
+        one.stuck = path
+        async with asyncio.timeout(1.9):
+            await sync(engine, 1)
+        assert engine.events == ["engine_lost"] and [server.alive for server in engine.servers] == [False, True]
+        assert f"/{path}" in engine.servers[0].fault
+        one.stuck = ""
+
+    over(engine_over, work, 2, perf=Perf(weight_sync_timeout=2.0))
 
 
 @pytest.mark.parametrize("bounded", [False, True])

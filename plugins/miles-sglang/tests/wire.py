@@ -27,7 +27,8 @@ def log_prob(ids: list[int], token: int) -> float:
 
 class Wire:
     """The server. `step` is the seconds of a token; `plan` answers the next requests: a status, "reset" or a dict that
-    replaces parts of meta_info. Without `alive` it hangs: connections stay, and nothing comes."""
+    replaces parts of meta_info. Without `alive` it hangs: connections stay, and nothing comes. `stuck` is a path that
+    does."""
 
     def __init__(self, step: float = 0.002):
         self.step, self.version, self.plan, self.paused = step, "default", [], asyncio.Event()
@@ -36,7 +37,7 @@ class Wire:
         self.calls: list[tuple[str, dict]] = []
         self.running: dict[str, bool] = {}
         self.loader = ["miles_weights.load"]
-        self.alive, self.held = True, False
+        self.alive, self.held, self.stuck = True, False, ""
 
     async def __aenter__(self) -> Wire:
         app = web.Application()
@@ -115,6 +116,8 @@ class Wire:
     async def control(self, request: web.Request) -> web.Response:
         body, name = await request.json(), request.path[1:]
         self.calls.append((name, body))
+        while self.stuck == name:
+            await asyncio.sleep(0.05)
         if name in ("pause_generation", "continue_generation"):
             self.held = name == "pause_generation"
         if name == "pause_generation" and body["mode"] == "in_place":

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from miles_local.weights import read_tensors
 from miles_megatron import hf_config, mxfp4
+from miles_megatron.convert import as_stored
 from miles_megatron.readers import Readers
 from miles_megatron.shards import stored_tensors, tensor_files
 from miles_megatron.weights import export_hf
@@ -26,13 +27,16 @@ from miles_fp8.recipe import (
     plain_modules,
 )
 from miles_fp8.rounding import dequantise
-from miles_fp8.stream import quantised
+from miles_fp8.stream import apart, quantised
 
 
 def convert(source: Path, out: Path, fp8_format: Held) -> str:
     """Write `source` to `out` with its linear layers in FP8; what was written, in words.
 
+    Experts that lie in one tensor go apart, as in a weight sync and as engines read them.
+
     Raises:
+        OwnerError: they do, and no plugin knows how.
         CheckpointError: a source that is quantised already, that has no linear layers by the names of Hugging Face's
             decoders, or that cannot be read.
         ConfigError: modules to keep that the source does not have.
@@ -45,9 +49,12 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
                                   got=config["quantization_config"].get("quant_method"), fix="convert an unquantised "
                                                                                              "checkpoint")
     files = sorted(set(tensor_files(source).values()))
-    shapes = {name: one.shape for file in files for name, one in stored_tensors(file).items()}
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    taken = [name for name in matrices if fp8_format.quantises(name, shapes[name])]
+    weight_map = as_stored(source)
+    stored = [(name, torch.empty(one.shape, device="meta"))
+              for file in files for name, one in stored_tensors(file).items()]
+    shapes = {name: one.shape for name, one in apart(iter(stored), fp8_format, weight_map, whole=False)}
+    matrices = {name for name, shape in shapes.items() if len(shape) in (2, 3)}  # the latter: experts in one tensor
+    taken = [name for name in shapes if fp8_format.quantises(name, shapes[name])]
     if not taken:
         raise CheckpointError("no tensor has the name of a linear layer's weight", code="fp8-no-linear-layers",
                               who=str(source), got=f"{len(shapes)} tensors",
@@ -57,11 +64,12 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
         raise ConfigError("no module has this name, or a name that begins or ends so", code="fp8-keep-unknown",
                           who="--keep", got=", ".join(unknown), fix="use names of tensors without .weight, such as "
                           f"{taken[0].removesuffix('.weight')}")
-    left = plain_modules({name for name, shape in shapes.items() if len(shape) in (2, 3)} - set(taken))
+    left = plain_modules(matrices - set(taken))
     more = {"quantization_config": {**fp8_format.config, plain_key(fp8_format.recipe): left}}
     more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     before = sum(file.stat().st_size for file in files)
-    export_hf(out, source, quantised(_tensors(source), fp8_format), config=more)
+    export_hf(out, source, quantised(
+        apart(_tensors(source), fp8_format, weight_map, whole=False), fp8_format), config=more)
     after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     kind = "NVFP4" if fp8_format.tiles.four_bits else f"FP8 ({fp8_format.recipe})"
     return (f"{len(taken)} of {len(shapes)} tensors in {kind}, {after / 1e6:,.1f} MB of "

@@ -13,7 +13,7 @@ from miles_core.config.load import config_json
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import chosen
-from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles
+from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles, writes
 
 if TYPE_CHECKING:
     import torch
@@ -80,20 +80,20 @@ class Fp8:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """SGLang would compute with the weights that it loaded, whatever a sync sends."""
+        """What no sync could write nor the local engine read, and what SGLang would keep, whatever a sync sends."""
         path, whole = config_json(config)
         stated: Any = (whole or {}).get("quantization_config") or {}
+        if config.trains or (config.debug.debug_rollout_only and chosen(config, "engine") == "local"):
+            writes(stated, path.parent)
         served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
         if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
             raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "
-                              "new ones",
-                              code="fp8-sglang-needs-blocks", got=f"no weight_block_size in {path}", who="plugin fp8",
-                              fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
+                              "new ones", code="fp8-sglang-needs-blocks", got=f"no weight_block_size in {path}",
+                              who="plugin fp8", fix="serve scales per block: miles convert hf-to-fp8")
         if served and stated.get("quant_method") == "modelopt":
             raise ConfigError("SGLang rearranges NVFP4 weights when it loads them, and cannot load new ones",
-                              got=f"quant_algo {stated.get('quant_algo')} in {path}", who="plugin fp8",
-                              fix="serve a checkpoint in FP8 or INT4: miles convert hf-to-fp8, hf-to-int4",
-                              code="nvfp4-not-updatable")
+                              got=f"quant_algo {stated.get('quant_algo')} in {path}", code="nvfp4-not-updatable",
+                              fix="serve one in FP8 or INT4: miles convert hf-to-fp8, hf-to-int4", who="plugin fp8")
         return config
 
     @hookimpl

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_megatron.specs import TOWERS
+
 from miles_core.errors import CheckpointError, ConfigError
 
 RECIPES = ("blockwise", "tensorwise", "mxfp8")
@@ -23,7 +25,8 @@ OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
 """Ends of the names of scales that say nothing of weights."""
 
 _LINEAR = re.compile(
-    r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.)(?:.*\.)?(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
+    rf"^(?!{TOWERS})"
+    r"(?:.*\.)?(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
     r"[qkvo]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"  # attention, dense MLPs, experts
     r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"  # latent attention and its indexer
     r"|in_proj_qkvz?|in_proj_z|out_proj"  # linear attention
@@ -136,6 +139,26 @@ def is_excluded(module: str, modules: Sequence[str]) -> bool:
     return False
 
 
+def writes(quantization: Mapping[str, object], folder: Path) -> bool:
+    """Whether a quantization_config is of FP8 or NVFP4; another method is another plugin's.
+
+    Raises:
+        ConfigError: FP8 of a kind that this plugin does not write.
+    """
+    method = quantization.get("quant_method")
+    if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
+        return True
+    if method not in ("fp8", "mxfp8", "modelopt"):
+        return False
+    known = {"quant_method": ("fp8", "mxfp8"), "quant_algo": (None,), "activation_scheme": (None, "dynamic"),
+             "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
+    if wrong := {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}:
+        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
+                          code="fp8-format-unsupported", got=wrong, who=str(folder / "config.json"),
+                          fix="create one with miles convert hf-to-fp8")
+    return True
+
+
 def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | None:
     """How a checkpoint holds its weights, by the quantization_config of its config.json and the names of its tensors.
 
@@ -146,19 +169,12 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
         ConfigError: FP8 of a kind that this plugin does not write.
         CheckpointError: the index or the headers of its files cannot be read.
     """
+    if not writes(quantization, folder):
+        return None
     method = quantization.get("quant_method")
-    if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
+    if method == "modelopt":
         left: Any = quantization.get("ignore") or ()
         return Held(FOUR_BITS, NVFP4, tuple(left), _scaled(folder))
-    if method not in ("fp8", "mxfp8", "modelopt"):
-        return None
-    known = {"quant_method": ("fp8", "mxfp8"), "quant_algo": (None,), "activation_scheme": (None, "dynamic"),
-             "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
-    wrong = {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}
-    if wrong:
-        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
-                          code="fp8-format-unsupported", got=wrong, who=str(folder / "config.json"),
-                          fix="create one with miles convert hf-to-fp8")
     block: Any = quantization.get("weight_block_size")
     if method == "mxfp8":
         recipe, tiles = "mxfp8", WEIGHTS["mxfp8"]

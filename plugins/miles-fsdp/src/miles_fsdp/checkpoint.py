@@ -181,7 +181,7 @@ def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str
     with publish(folder, beside=False) as temporary:
         save_torch_state_dict({name: tensor.to("cpu", copy=True) for name, tensor in stream}, temporary,
                               filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
-        copy_companions(Path(source), temporary, dtype)
+        copy_companions(Path(source), temporary, dtype, {"quantization_config": None})  # the weights are plain
 
 
 def hashes(stream: Iterable[tuple[str, torch.Tensor]], samples: Iterable[Sample]) -> dict[str, dict[str, str]]:

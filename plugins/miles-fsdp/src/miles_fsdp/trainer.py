@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage
+from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage, with_fillers
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -191,13 +191,14 @@ class FsdpTrainer:
         token_weight = dict(zip(map(id, samples), reduced.tolist(), strict=True))
         shares: dict[str, torch.Tensor] = {}
         leaves_out = self.skips and objective.actor
-        taken = with_advantage(samples, self.config.perf, self.ranks.data) if leaves_out else samples
+        taken = with_advantage(samples) if leaves_out else samples
         unscored = objective.actor and self.config.algorithm.skip_actor_forward_only and not any(
             "log_probs" in sample.columns for sample in taken)
         columns, model = ColumnParts(), self.models.trained[name]
         filled: list[tuple[MicroBatch, torch.Tensor]] = []
         model.optimizer.zero_grad()
-        for batch in self._micro_batches(taken):
+        rides = with_fillers(taken, self.config.perf, self.ranks.data) if leaves_out else taken
+        for batch in self._micro_batches(rides):
             per_sample = np.array([token_weight.get(id(sample), 0.0) for sample in batch.samples], np.float32)
             weights = on_device(per_sample, batch.device)[batch.sample]
             loss, share, log_probs = model.module(

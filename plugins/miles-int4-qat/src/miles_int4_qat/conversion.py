@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 from miles_megatron import hf_config
+from miles_megatron.convert import as_stored
+from miles_megatron.disk_names import split
 from miles_megatron.readers import Readers
-from miles_megatron.shards import tensor_files
+from miles_megatron.shards import stored_tensors, tensor_files
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
@@ -23,18 +25,22 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
     Raises:
         CheckpointError: the source's weights are quantised already.
         ConfigError: nothing to pack, or groups do not divide an input axis.
+        OwnerError: experts lie in one tensor, and no plugin knows how.
     """
     with reading(str(source / "config.json"), CheckpointError):
         quantization = parse_json((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
         if quantization:
             raise CheckpointError("the weights are already quantised", code="int4-already-quantised", who=str(source),
                                   got=quantization.get("quant_method"), fix="convert the unquantised weights")
-    files = tensor_files(source)
-    names = chosen(files, targets)
+    files, weight_map = tensor_files(source), as_stored(source)
+    stored = [(name, torch.empty(one.shape, device="meta"))
+              for file in sorted(set(files.values())) for name, one in stored_tensors(file).items()]
+    names = chosen(dict(split(stored, weight_map, lambda _: True)), targets)
+    shapes = {name: one.shape for name, one in split(stored, weight_map, names.__contains__)}
     if not names:
         raise ConfigError("no weight would be packed", code="int4-nothing-packed", got=f"targets {targets}",
                           who=str(source),
-                          fix="choose other targets; fused experts have to be split into one weight each")
+                          fix="choose other targets; of gpt-oss's experts none is packed")
     before, after = [0], [0]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,16 +50,16 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
             yield name, tensor
 
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in packed(tensors(), names, group_size, None):
+        for name, tensor in packed(split(tensors(), weight_map, names.__contains__), names, group_size, None):
             after[0] += tensor.nbytes
             yield name, tensor
 
+    for name in sorted(names):
+        check_width(name, shapes[name][-1], group_size)
     with Readers(files) as read:
-        for name in sorted(names):
-            check_width(name, read.shape(name)[-1], group_size)
         export_hf(out, source, counted(),
-                  config={"quantization_config": quantization_config(files, names, group_size)})
-    return (f"{len(names)} of {len(files)} tensors in int4, groups of {group_size}; {before[0] / 1e9:.3f} GB became "
+                  config={"quantization_config": quantization_config(shapes, names, group_size)})
+    return (f"{len(names)} of {len(shapes)} tensors in int4, groups of {group_size}; {before[0] / 1e9:.3f} GB became "
             f"{after[0] / 1e9:.3f} GB, {before[0] / after[0]:.2f}x smaller")
 
 

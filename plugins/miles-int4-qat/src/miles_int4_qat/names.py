@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_megatron import hf_config
+from miles_megatron.specs import TOWERS
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import reading
@@ -21,11 +22,11 @@ GROUPS = (32, 64, 128)
 """Group sizes that SGLang's kernels take."""
 USUAL = 32
 
-_EXPERT = re.compile(r"\.layers\.\d+\.[\w.]*?\.experts\.\d+\.(?:gate|up|down|gate_up)_proj\.weight$"
-                     r"|\.layers\.\d+\.[\w.]*?\.experts\.\d+\.w[123]\.weight$")
-_LINEAR = re.compile(r"^(?!(?:.*\.)?(?:vision|visual|audio)\w*\.).*\.layers\.\d+\."
+_EXPERT = re.compile(r"\.layers\.\d+\.(?:[\w.]*\.)?experts\.\d+\.(?:gate|up|down|gate_up)_proj\.weight$"
+                     r"|\.layers\.\d+\.(?:[\w.]*\.)?experts\.\d+\.w[123]\.weight$")
+_LINEAR = re.compile(rf"^(?!{TOWERS})" r".*\.layers\.\d+\."
                      r"(?:self_attn\.(?:[qkvo]|qkv)_proj|(?:[\w.]*\.)?(?:gate|up|down|gate_up)_proj)\.weight$")
-_FUSED_EXPERTS = re.compile(r"(\.layers\.\d+\.[\w.]*?\.experts)\.\w+$")
+_FUSED_EXPERTS = re.compile(r"(\.layers\.\d+\.(?:[\w.]*\.)?experts)\.\w+$")
 """Experts that are one tensor, which is not called a weight."""
 _NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
 _FUSED = {"gate_proj": "(gate|gate_up)_proj", "up_proj": "(up|gate_up)_proj"}

@@ -207,29 +207,34 @@ class ActorStep:
         return metrics
 
 
-def with_advantage(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[Sample]:
-    """The samples that can have a gradient, in their order, at least one; where micro-batches have a fixed number of
-    samples, as many others as fill them.
+def with_advantage(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that can have a gradient, in their order, at least one.
 
     Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
+    """
+    return [one for one in samples if (one.columns["advantages"] * one.columns["loss_mask"]).any()] or [*samples[:1]]
+
+
+def with_fillers(samples: Sequence[Sample], perf: Perf, at_once: int) -> list[Sample]:
+    """With as many fillers as micro-batches of a fixed number of samples want where some were left out.
 
     Args:
         at_once: micro-batches, of which the ranks run a multiple.
     """
     multiple = 1 if perf.use_dynamic_batch_size else at_once * perf.micro_batch_size
-    zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
-    taken = len(samples) - len(zero)
-    fill = max(multiple, -(-taken // multiple) * multiple) - taken
-    left_out = set(zero[fill:])
-    return [sample for i, sample in enumerate(samples) if i not in left_out]
+    return [*samples, *[_filler(samples)] * (-len(samples) % multiple)]
+
+
+def _filler(samples: Sequence[Sample]) -> Sample:
+    """The shortest sample without a token to train on, which no step's weights know; it is ABORTED, as none is that is
+    trained on."""
+    shortest = min(samples, key=lambda sample: sample.length)
+    nothing = np.zeros_like(shortest.columns["loss_mask"])
+    return replace(shortest, status=Status.ABORTED, columns={**shortest.columns, "loss_mask": nothing})
 
 
 def in_micro_batches(samples: Sequence[Sample], indices: Sequence[Sequence[int]]) -> list[list[Sample]]:
-    """A rank's micro-batches as packing.schedule has them: the index after the last is a filler, the shortest sample
-    without a token to train on, which no step's weights know; it is ABORTED, as no sample is that is trained on."""
+    """A rank's micro-batches as packing.schedule has them: the index after the last is a filler."""
     if any(len(samples) in part for part in indices):
-        shortest = min(samples, key=lambda sample: sample.length)
-        nothing = np.zeros_like(shortest.columns["loss_mask"])
-        samples = [*samples, replace(shortest, status=Status.ABORTED,
-                                       columns={**shortest.columns, "loss_mask": nothing})]
+        samples = [*samples, _filler(samples)]
     return [[samples[i] for i in part] for part in indices]

@@ -8,21 +8,17 @@ from typing import cast
 
 import torch
 from miles_megatron import hf_config
-from miles_megatron.convert import architecture
+from miles_megatron.convert import AS_NAMED, architecture
 from miles_megatron.disk_names import changed as in_place_of
 from miles_megatron.disk_names import places
 from miles_megatron.readers import Readers
 from miles_megatron.shards import few, tensor_files
-from miles_megatron.specs import WeightMap
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import merge
-from miles_lora.targets import PEFT, adapter_of, names_of
-
-_AS_NAMED = WeightMap(rules=(), heads=0, groups=0, head_dim=0)
-"""Of files that have a tensor for each adapter, by its name; others keep all experts in one, or call them otherwise."""
+from miles_lora.targets import PEFT, adapter_of, by_itself, names_of
 
 
 def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | None) -> str:
@@ -48,9 +44,11 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
         raise CheckpointError("adapters cannot be merged into quantised weights", code="lora-base-quantised",
                               got=stated.get("quant_method"), who=str(source / "config.json"), fix="merge into plain "
                               "weights: miles convert fp8-to-hf or int4-to-hf writes them, or use the run's --save-hf")
-    weight_map = _AS_NAMED if changed <= base.keys() else architecture(source, ())[1]
+    as_named = changed <= base.keys()
+    weight_map = AS_NAMED if as_named else architecture(source, ())[1]
+    called = {name if as_named else by_itself(name): name for name in changed}
     names = [name for name in base if adapter_of(name) is None]
-    if lost := sorted(changed - places(names, weight_map).keys()):
+    if lost := sorted(called.keys() - places(names, weight_map).keys()):
         raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
                               fix="use the base model that they were trained on", code="lora-adapters-of-other-model")
     if adapters is None and alpha is None:
@@ -65,9 +63,9 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
                                   "merge_and_unload, or train without embeddings, biases and modules_to_save")
 
         def with_adapter(name: str, weight: torch.Tensor) -> torch.Tensor:
-            if name not in changed:
+            if name not in called:
                 return weight
-            first, second = map(read.tensor, names_of(name))
+            first, second = map(read.tensor, names_of(called[name]))
             return merge(weight, first, second, shape.scale if shape else cast("float", alpha) / len(first))
 
         export_hf(out, source, in_place_of(((name, read.tensor(name)) for name in names), weight_map, with_adapter))

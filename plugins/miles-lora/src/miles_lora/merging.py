@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -53,14 +53,18 @@ def merge(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale
     return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale).to(weight.dtype)
 
 
-def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str) -> Stream:
-    """The merged model; its end leaves FOLDER-adapter beside it, which PEFT reads."""
+def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str, called: Callable[[str], str]) -> Stream:
+    """The merged model; its end leaves FOLDER-adapter beside it, which PEFT reads.
+
+    Args:
+        called: name of a weight -> what the files of the base call it, by which PEFT knows its adapter.
+    """
     adapters: dict[str, torch.Tensor] = {}
 
     def seen() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in stream:
-            if adapter_of(name) is not None and dist.get_rank() == 0:
-                adapters[name] = tensor.to("cpu", copy=True)
+            if (adapter := adapter_of(name)) is not None and dist.get_rank() == 0:
+                adapters[names_of(called(adapter[0]))["AB".index(adapter[1])]] = tensor.to("cpu", copy=True)
             yield name, tensor
 
     yield from merged(seen(), shape.scale)

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import Stream
-from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, choice, last
+from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, by_itself, choice, last
 
 _NUMBERED = re.compile(r"\.\d+\.")
 """In the names of what belongs to one of several layers; the embedding and the output layer have no number."""
@@ -56,9 +56,13 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         CheckpointError: adapters of other layers, or of another rank.
     """
-    stored = {name: tensor for name, tensor in peft.tensors(folder) if adapter_of(name) is not None}
-    own = {name: one for part, one in model.named_parameters() if _OURS.search(part)
-           for name, _ in named(revert_weight_conversion(model, {part: one}).items())}
+    def by_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        adapters = ((adapter_of(name), tensor) for name, tensor in tensors)
+        return {f"{by_itself(one[0])}, {one[1]}": tensor for one, tensor in adapters if one is not None}
+
+    stored = by_layer(peft.tensors(folder))
+    own = by_layer((name, one) for part, one in model.named_parameters() if _OURS.search(part)
+                   for name, _ in named(revert_weight_conversion(model, {part: one}).items()))
     differing = sorted(stored.keys() ^ own.keys()) or [
         name for name, one in own.items() if one.shape != stored[name].shape]
     if differing:

@@ -209,7 +209,7 @@ class Lora:
         from miles_lora.merging import saved
 
         base = str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve())
-        return self._disk(saved(self._plain(stream), self._shape(), folder, base))
+        return self._disk(saved(self._plain(stream), self._shape(), folder, base, self._called))
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:
@@ -274,6 +274,14 @@ class Lora:
         from miles_megatron.disk_names import to_disk
 
         return to_disk(stream, self._map)
+
+    def _called(self, name: str) -> str:
+        """A weight in the files of the checkpoint."""
+        if self._map is None:
+            return name
+        from miles_megatron.disk_names import on_disk
+
+        return on_disk(name, self._map)
 
     def _wanted(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         from miles_lora.targets import words

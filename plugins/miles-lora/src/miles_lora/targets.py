@@ -21,6 +21,9 @@ OPTIONAL = "lora"
 
 PEFT = "base_model.model."
 """Before the names of PEFT's tensors."""
+INSIDE = ("model.language_model.", "language_model.model.", "language_model.")
+"""Beginnings of the names of a text model inside another: in transformers' modules, in releases and in older modules.
+Adapters may have any of them, whatever the files of their base have."""
 LINEAR = re.compile(r"^(?!per_layer_).*_proj|^w[123]$")
 """Last words of the names of linear layers, in the families that there are; routers and norms have others: Gemma 4's
 router is called proj alone. What puts its further embeddings into layers, per_layer_projection, gets no adapter."""
@@ -120,7 +123,8 @@ def added(weight_map: WeightMap, chosen: Sequence[Target]) -> WeightMap:
 
 def alone(weight_map: WeightMap) -> WeightMap:
     """The adapters of a map, which a checkpoint has to have."""
-    return replace(weight_map, ignored=frozenset(), left=(), rules=tuple(
+    return replace(weight_map, ignored=frozenset(), left=(), renamed=tuple((f"{PEFT}model.", PEFT + outer)
+                                                                           for outer in INSIDE), rules=tuple(
         replace(rule, optional=False) for rule in weight_map.rules if rule.optional == OPTIONAL))
 
 
@@ -128,6 +132,11 @@ def adapter_of(name: str) -> tuple[str, str] | None:
     """(weight that it changes, "A" or "B") of an adapter's tensor; None for any other."""
     match = _ADAPTER.fullmatch(name)
     return match and (f"{match[1]}.weight", match[2])
+
+
+def by_itself(name: str) -> str:
+    """What a tensor of a text model is called where that lies in no other."""
+    return next((f"model.{name.removeprefix(outer)}" for outer in INSIDE if name.startswith(outer)), name)
 
 
 def names_of(weight: str) -> tuple[str, str]:

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_END_TOKEN = re.compile(r"<[|｜][^<>|｜]{1,64}[|｜]>|</s>|<eos>|<end_of_turn>")
+_END_TOKEN = re.compile(r"(?:<[|｜][^<>|｜]{1,64}[|｜]>|</s>|<eos>|<end_of_turn>|<turn\|>|\[\|endofturn\|]|\[e~\[)\Z")
+"""Of Qwen, DeepSeek and most others; Llama 2 and Mistral; Gemma; Gemma 4; EXAONE; MiniMax M2."""
+_LONGEST = 68
 _CLOSING = re.compile(r"(?:\\[\])]|[.$*\s])*")
 
 
@@ -69,11 +71,8 @@ def boxed_answer(text: str) -> str | None:
 def without_end_tokens(text: str) -> str:
     """The response without surrounding space and without the special tokens that end a turn, such as <|im_end|>."""
     text = text.strip()
-    while text.endswith(">"):
-        start = text.rfind("<")
-        if start < 0 or not _END_TOKEN.fullmatch(text, start):
-            break
-        text = text[:start].rstrip()
+    while match := _END_TOKEN.search(text, max(0, len(text) - _LONGEST)):
+        text = text[: match.start()].rstrip()
     return text
 
 

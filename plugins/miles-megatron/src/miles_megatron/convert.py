@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from miles_core.types import Rank
 from miles_core.waits import within
 from miles_megatron import checkpoint, cpu, hf_config, shards, weights
 from miles_megatron.model import build, transformer_config
+from miles_megatron.shards import tensor_files
 from miles_megatron.specs import ModelSpec, Rule, WeightMap
 
 cpu.install()
@@ -44,6 +46,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 WAIT = 3600.0
 """Seconds that one call may take: of a parameter to be read and written, or of one process for another at the end."""
+
+AS_NAMED = WeightMap(rules=(), heads=0, groups=0, head_dim=0)
+"""Of files that have a tensor for each weight, by its name; others keep all experts in one, or call them otherwise."""
 
 _SLICE = 0.5
 """Seconds of work between two looks at the progress; a parameter in work is finished."""
@@ -193,6 +198,22 @@ def architecture(folder: Path, plugins: Sequence[str],
     if hooks.weight_map is not None:
         weight_map = hooks.weight_map(weight_map, folder, checkpoint.ACTOR)
     return model_spec, weight_map, tuple(selected), config
+
+
+def as_stored(folder: Path) -> WeightMap:
+    """Where a directory's files keep a layer's experts in one tensor, for a conversion that takes them apart.
+
+    Files with a tensor for each weight need no plugin of their architecture. Experts whose two parts' rows take turns
+    (gpt-oss) stay as they are: engines have no names for one.
+
+    Raises:
+        as `architecture`.
+    """
+    names = tensor_files(folder)
+    if not any(re.search(r"\.experts\.[a-z]\w*$", name) for name in names):
+        return AS_NAMED
+    weight_map = architecture(folder, ())[1]
+    return AS_NAMED if any(packed.alternating for packed in weight_map.packed) else weight_map
 
 
 def _options(texts: Sequence[str], selected: Sequence[Selected]) -> dict[str, dict[str, object]]:

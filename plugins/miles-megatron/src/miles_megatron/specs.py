@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+TOWERS = r"(?:.*\.)?(?:vision|visual|audio)\w*\."
+"""Beginning of the names of tensors that read images or sound, as a regular expression."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rotary:

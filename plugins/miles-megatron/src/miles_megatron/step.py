@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage
+from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage, with_fillers
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -268,12 +268,13 @@ class MegatronTrainer:
         model.zero_grad()
         at_once = self.layout.data * self.layout.micro_batch_multiple
         leaves_out = objective.actor and self.skips
-        taken = with_advantage(samples, self.config.perf, at_once) if leaves_out else samples
+        taken = with_advantage(samples) if leaves_out else samples
+        rides = self.micro_batches(with_fillers(taken, self.config.perf, at_once) if leaves_out else taken)
         tokens = sum(sample.length for sample in taken)
         unscored = self.config.algorithm.skip_actor_forward_only and not any("log_probs" in s.columns for s in taken)
         scores = ColumnScatter(taken) if objective.actor and unscored else None
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
-            forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
+            forward_backward.run(model, self.columns, rides, loss_of, name=model.name,
                                  around=self.hooks.microbatch, embedding=self.hooks.embedding_rows,
                                  rope=self.hooks.rope_positions, blocks=self.hooks.attention_blocks)
         objective.check_finite()

@@ -130,9 +130,9 @@ class Client:
         """Draw no further token. "abort" ends what runs and returns once it is idle; "in_place" keeps it."""
         await self.call("/pause_generation", {"mode": mode}, timeout=timeout)
 
-    async def resume(self) -> None:
+    async def resume(self, timeout: float = 30) -> None:
         """Go on after `pause`; does nothing otherwise."""
-        await self.call("/continue_generation", {}, timeout=30)
+        await self.call("/continue_generation", {}, timeout=min(30, timeout))
 
     async def flush(self, timeout: float = 30) -> None:
         """Forget all cached prefixes; only an idle server can."""

@@ -74,6 +74,8 @@ class SglangEngine:
         self._caches = uuid.uuid4().hex  # a server that runs already may have caches of another run's version 1
         self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
+        # In a weight sync that takes less, whoever hangs is found before the sync is late.
+        self._drain_seconds = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
         self._control = asyncio.Lock()
         self._background = Background(lambda error: self._scheduler.end(list(self._in_flight.values()), error))
         self._started = False
@@ -146,7 +148,7 @@ class SglangEngine:
         """End these requests (all when None); their calls return what they have drawn, finish_reason "abort".
 
         Raises:
-            EngineError: requests do not come back within DRAIN_SECONDS seconds.
+            EngineError: requests do not come back in time.
         """
         chosen = list(self._in_flight.values()) if ids is None else [
             self._in_flight[name] for name in set(ids) if name in self._in_flight]
@@ -164,7 +166,7 @@ class SglangEngine:
         abort ends all requests, retract has them go on from their tokens so far, in_place keeps them in the servers.
 
         Raises:
-            EngineError: requests do not come back within DRAIN_SECONDS seconds.
+            EngineError: requests do not come back in time.
         """
         if mode not in ("abort", "retract", "in_place"):
             raise EngineError("unknown pause mode", code="pause-mode-unknown", got=mode,
@@ -350,18 +352,19 @@ class SglangEngine:
         if mode != "in_place":
             await self._bring_back(list(self._scheduler.sent))
         how = "in_place" if mode == "in_place" else "abort"
-        await self._pool.each(lambda server: server.client.pause(how, DRAIN_SECONDS))
+        await self._pool.each(lambda server: server.client.pause(how, self._drain_seconds))
 
     async def _let_go(self) -> None:
         if self._open and not self._released and not self._background.closed:
-            await self._pool.each(lambda server: server.client.resume(), filter(self._pool.usable, self.servers))
+            await self._pool.each(lambda server: server.client.resume(self._drain_seconds),
+                                  filter(self._pool.usable, self.servers))
             await self._pool.route()
             self._pool.serving = True
             self._scheduler.admit()
 
     async def _bring_back(self, requests: Sequence[InFlightRequest]) -> None:
         """End the calls of these requests at the servers, and wait for what they have drawn."""
-        for _ in range(int(DRAIN_SECONDS)):
+        for _ in range(max(1, int(self._drain_seconds))):
             if not (left := [inflight for inflight in requests if inflight in self._scheduler.sent]):
                 return
             everything = len(left) == len(self._scheduler.sent)
@@ -369,6 +372,6 @@ class SglangEngine:
             await self._pool.abort(None if everything else [inflight.rid for inflight in left])
             if await self._scheduler.wait_released(left, 1.0):
                 return
-        raise EngineError(f"{len(left)} requests did not come back within {DRAIN_SECONDS:g} s",
+        raise EngineError(f"{len(left)} requests did not come back within {self._drain_seconds:g} s",
                           who=", ".join(sorted({endpoint.client.name for endpoint in self._scheduler.sent.values()})),
                           fix="look at its log", code="requests-not-drained")

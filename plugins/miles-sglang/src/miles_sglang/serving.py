@@ -177,6 +177,9 @@ def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("servers without a tokenizer know no stop strings and no least number of tokens",
                           who=who(config, "server.skip_tokenizer_init", *keys), code="stop-without-tokenizer",
                           fix="drop --sglang-skip-tokenizer-init")
+    if (least := rollout.rollout_min_new_tokens) and config.trains:
+        note(f"SGLang takes ends out of the distribution of the first {least} tokens: their log-probs are not the "
+             f"trainer's ({who(config, 'rollout.rollout_min_new_tokens')})")
     return config
 
 

@@ -75,9 +75,9 @@ class Client:
         """Draw no further token. "abort" ends what runs and forgets all cached prefixes, "keep" keeps both."""
         await self.call(f"/pause?mode={mode}", {}, timeout=timeout)
 
-    async def resume(self) -> None:
+    async def resume(self, timeout: float = 30) -> None:
         """Go on after `pause`; does nothing otherwise."""
-        await self.call("/resume", {}, timeout=30)
+        await self.call("/resume", {}, timeout=min(30, timeout))
 
     async def load(self, folder: str, timeout: float) -> str | None:
         """Have every worker load a version's files; why one could not, or None."""

@@ -64,6 +64,8 @@ class VllmEngine:
         self._mode = logprobs_mode(config)
         self._calls: dict[str, Call] = {}
         self._pauses, self._pulse = 0, asyncio.Event()
+        # In a weight sync that takes less, whoever hangs is found before the sync is late.
+        self._drain_seconds = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
         self._control = asyncio.Lock()
         self._background = Background(lambda _: self._wake())
         self._started = False
@@ -162,7 +164,7 @@ class VllmEngine:
         """End these requests (all when None); their calls return what they have drawn, finish_reason "abort".
 
         Raises:
-            EngineError: requests do not come back within DRAIN_SECONDS seconds.
+            EngineError: requests do not come back in time.
         """
         chosen = [self._calls[name] for name in (list(self._calls) if ids is None else set(ids)) if name in self._calls]
         self._end(chosen)
@@ -176,7 +178,7 @@ class VllmEngine:
         abort ends all requests, retract has them go on from their tokens so far, in_place keeps them in the servers.
 
         Raises:
-            EngineError: requests do not come back within DRAIN_SECONDS seconds.
+            EngineError: requests do not come back in time.
         """
         if mode not in ("abort", "retract", "in_place"):
             raise EngineError("unknown pause mode", code="pause-mode-unknown", got=mode,
@@ -187,7 +189,7 @@ class VllmEngine:
             if mode == "abort":
                 self._end(list(self._calls.values()))
             how = "keep" if mode == "in_place" else "abort"
-            await self._pool.each(lambda server: server.client.pause(how, DRAIN_SECONDS))
+            await self._pool.each(lambda server: server.client.pause(how, self._drain_seconds))
             if mode != "in_place":
                 await self._bring_back(list(self._calls.values()))
 
@@ -195,7 +197,7 @@ class VllmEngine:
         """Go on after `pause`; does nothing otherwise."""
         async with self._control:
             if not self._background.closed:
-                await self._pool.each(lambda server: server.client.resume(), self._pool.usable())
+                await self._pool.each(lambda server: server.client.resume(self._drain_seconds), self._pool.usable())
                 self._pool.serving = True
                 self._wake()
 
@@ -322,11 +324,11 @@ class VllmEngine:
         Raises:
             EngineError: some do not come back.
         """
-        until = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        until = asyncio.get_running_loop().time() + self._drain_seconds
         named = [(call, call.rid) for call in calls if call.server is not None]
         while left := [(call, rid, call.server) for call, rid in named if call.server is not None and call.rid == rid]:
             if asyncio.get_running_loop().time() > until:
-                raise EngineError(f"{len(left)} requests did not come back within {DRAIN_SECONDS:g} s",
+                raise EngineError(f"{len(left)} requests did not come back within {self._drain_seconds:g} s",
                                   who=", ".join(sorted({server.name for _, _, server in left})), fix="look at its log",
                                   code="requests-not-drained")
             # Again and again: a request may have been on its way to the server.
