@@ -23,7 +23,7 @@ from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch, save_flow
 from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
-from miles_core.stages.metrics import rollout_metrics, throughput
+from miles_core.stages.metrics import rollout_metrics, times
 from miles_core.stages.on_policy import check_first
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
@@ -83,13 +83,15 @@ class Run:
     begun: list[Group] = field(default_factory=list)
     _stepped: Counter[str] = field(default_factory=Counter)
     _same_model: bool = False
-    _mark: float | None = None
+    _mark: float = 0.0
     _finished: float = 0.0
     _evaluating: asyncio.Task | None = None
 
     def rollouts(self) -> Iterator[int]:
-        """The rollouts that are left to do."""
-        return iter(range(self.first, self.last))
+        """The rollouts that are left to do; with each begins the wait for its batch."""
+        for rollout_id in range(self.first, self.last):
+            self._mark = self.clock()
+            yield rollout_id
 
     @asynccontextmanager
     async def tasks(self) -> AsyncIterator[Callable[[Coroutine], asyncio.Task]]:
@@ -111,7 +113,7 @@ class Run:
 
     async def begin(self) -> None:
         """Start the engine."""
-        self._finished = self.clock()
+        self._finished = self._mark = self.clock()
         self.placement.attach(self.trainer, self.engine)
         if self.engine is not None:
             async with self.placement.lease("start"):
@@ -283,7 +285,6 @@ class Run:
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
         self.resumable = self._state() if self._saves(rollout_id) else {}
-        self._mark = self.clock()
         self.journal.stage("rollout")
 
     async def recover(self) -> None:
@@ -331,10 +332,9 @@ class Run:
     async def finish(self, batch: Batch) -> None:
         """Report the rollout, evaluate and save when due."""
         done = batch.rollout_id + 1
-        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in (
-            "rollout_time", "train_time", "update_weights_time"))
-        self.metrics.update(self.placement.figures() | self.hook_timings()
-                            | throughput(batch, self.metrics, self.config))
+        at = batch.rollout_id
+        shared = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last, before=False))
+        self.metrics |= self.placement.figures() | self.hook_timings() | times(batch, self.metrics, self.config, shared)
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics, self._stepped = self.metrics.get("train/grad_norm"), {}, Counter()
         if self.config.debug.debug_determinism and self.steps:
@@ -387,9 +387,8 @@ class Run:
         return state if self.prompts is None else state | save_flow(self.buffer.slots(), self.begun)
 
     def _timed(self, name: str) -> None:
-        now = self.clock()
-        self.metrics[f"perf/{name}"] = 0.0 if self._mark is None else now - self._mark
-        self._mark = now
+        before, self._mark = self._mark, self.clock()
+        self.metrics[f"perf/{name}"] = self._mark - before
 
     def _passed_over(self, rollout_id: int, taken: Taken) -> None:
         for reason, count in taken.drops.items():

@@ -13,8 +13,7 @@ from miles_core.types import Batch, Sample
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Miles's names for what a rollout brought."""
     samples = batch.samples
-    rewards = np.array([s.reward for s in samples])
-    lengths = np.array([s.response_length for s in samples])
+    rewards, lengths = (np.array([getattr(s, name) for s in samples]) for name in ("reward", "response_length"))
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
     metrics = {
         "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
@@ -31,12 +30,14 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items()}
 
 
-def throughput(batch: Batch, metrics: Mapping[str, float], config: RunConfig) -> dict[str, float]:
-    """Response tokens per second and GPU of the engines, which may sample all the time, and what the trainer waits."""
-    waited, step = metrics.get("perf/rollout_time", 0.0), metrics["perf/step_time"]
+def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, shared: bool) -> dict[str, float]:
+    """Seconds of a step, the share that the trainer waits, and response tokens per second and GPU of the engines, which
+    may sample all the time, unless an evaluation or a checkpoint went on beside it."""
+    waited, tokens = metrics["perf/rollout_time"], sum(sample.response_length for sample in batch.samples)
+    step = waited + metrics["perf/train_time"] + metrics["perf/update_weights_time"]
     seconds = (step if config.rollout.max_lag else waited) * (config.perf.rollout_num_gpus or 1)
-    tokens = sum(sample.response_length for sample in batch.samples)
-    return {"perf/tokens_per_gpu_per_sec": tokens / seconds, "perf/wait_time_ratio": waited / step} if seconds else {}
+    rate = {"perf/tokens_per_gpu_per_sec": tokens / seconds} if seconds and not shared else {}
+    return {"perf/step_time": step, **rate, **({"perf/wait_time_ratio": waited / step} if step else {})}
 
 
 def figures(samples: list[Sample]) -> dict[str, float]:
