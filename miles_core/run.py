@@ -331,25 +331,25 @@ class Run:
 
     async def finish(self, batch: Batch) -> None:
         """Report the rollout, evaluate and save when due."""
-        done = batch.rollout_id + 1
         at = batch.rollout_id
-        shared = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last, before=False))
-        self.metrics |= self.placement.figures() | self.hook_timings() | times(batch, self.metrics, self.config, shared)
+        other = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last, before=False))
+        rate = self.engine is not None and not other  # an engine that did nothing but sample this rollout
+        self.metrics |= self.placement.figures() | self.hook_timings() | times(batch, self.metrics, self.config, rate)
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics, self._stepped = self.metrics.get("train/grad_norm"), {}, Counter()
         if self.config.debug.debug_determinism and self.steps:
             async with self.placement.lease("save"):
                 hashes = await self.trainer.hashes(batch)
             self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
-        await self.evaluate(done)
+        await self.evaluate(at + 1)
         if self.resumable:
-            await self.save(done)
+            await self.save(at + 1)
 
     def _saves(self, done: int) -> bool:
         """Whether a checkpoint is due after so many rollouts, or asked for."""
         checkpoint, sentinel = self.config.checkpoint, self.config.checkpoint.save_trigger_sentinel
-        due = checkpoint.save_interval and done % checkpoint.save_interval == 0
-        return bool(checkpoint.save and (done == self.last or due or sentinel and Path(sentinel).exists()))
+        due = done == self.last or checkpoint.save_interval and done % checkpoint.save_interval == 0
+        return bool(checkpoint.save and self.steps and (due or sentinel and Path(sentinel).exists()))
 
     async def save(self, done: int) -> None:
         """A checkpoint from which rollout `done` is the next. It comes last: a run that is killed before it is complete

@@ -15,29 +15,29 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     samples = batch.samples
     rewards, lengths = (np.array([getattr(s, name) for s in samples]) for name in ("reward", "response_length"))
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
+    oldest = min((s.columns["versions"].min() for s in samples if s.response_length), default=batch.version)
     metrics = {
         "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
         "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
         "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
-        "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups]),
-        "rollout/weight_version/lag": max(
-            (batch.version - s.columns["versions"].min() for s in samples if s.response_length), default=0),
-        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": behind.max(initial=0),
-        "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
-    metrics |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
-    return {key: float(value) for key, value in metrics.items()}
+        "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups])}
+    if oldest:  # tokens of version 0, as --debug-rollout-only draws them, are of weights whose age nobody knows
+        metrics |= {
+            "rollout/weight_version/lag": batch.version - oldest, "rollout/staleness/max": behind.max(initial=0),
+            "rollout/staleness/mean": behind.mean() if len(behind) else 0,
+            "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
+    return {key: float(value) for key, value in metrics.items()} | {f"rollout/{k}": v for k, v in figures(samples).items()}
 
 
-def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, shared: bool) -> dict[str, float]:
-    """Seconds of a step, the share that the trainer waits, and response tokens per second and GPU of the engines, which
-    may sample all the time, unless an evaluation or a checkpoint went on beside it."""
+def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, rate: bool) -> dict[str, float]:
+    """Seconds of a step, the share that the trainer waits, and response tokens per second and GPU of the engines."""
     waited, tokens = metrics["perf/rollout_time"], sum(sample.response_length for sample in batch.samples)
     step = waited + metrics["perf/train_time"] + metrics["perf/update_weights_time"]
     seconds = (step if config.rollout.max_lag else waited) * (config.perf.rollout_num_gpus or 1)
-    rate = {"perf/tokens_per_gpu_per_sec": tokens / seconds} if seconds and not shared else {}
-    return {"perf/step_time": step, **rate, **({"perf/wait_time_ratio": waited / step} if step else {})}
+    rates = {"perf/tokens_per_gpu_per_sec": tokens / seconds} if rate and seconds else {}
+    return {"perf/step_time": step, **rates, **({"perf/wait_time_ratio": waited / step} if step else {})}
 
 
 def figures(samples: list[Sample]) -> dict[str, float]:

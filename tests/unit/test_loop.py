@@ -289,8 +289,11 @@ def test_an_evaluation_is_no_time_that_training_waited_for_samples():
         await asyncio.sleep(2.5)
         return []
 
+    async def start():
+        pass
+
     evaluation.due = lambda done, last, before: done == 2
-    run.evaluation = evaluation
+    run.evaluation, run.engine = evaluation, SimpleNamespace(start=start)
     run_virtual(lambda: train(run))
     reported = [metrics for _, metrics in run.journal.rollouts]
     assert [metrics["perf/rollout_time"] for metrics in reported] == pytest.approx([0.5, 0.5, 0, 0.5])
