@@ -28,7 +28,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
             "rollout/weight_version/lag": batch.version - oldest, "rollout/staleness/max": behind.max(initial=0),
             "rollout/staleness/mean": behind.mean() if len(behind) else 0,
             "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
-    return {key: float(value) for key, value in metrics.items()} | {f"rollout/{k}": v for k, v in figures(samples).items()}
+    return {name: float(value) for name, value in {**metrics, **figures(samples, "rollout/")}.items()}
 
 
 def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, rate: bool) -> dict[str, float]:
@@ -40,8 +40,8 @@ def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, rate: b
     return {"perf/step_time": step, **rates, **({"perf/wait_time_ratio": waited / step} if step else {})}
 
 
-def figures(samples: list[Sample]) -> dict[str, float]:
+def figures(samples: list[Sample], prefix: str = "") -> dict[str, float]:
     """The mean of each figure and of each scorer's reward over the samples that have it."""
     each = [{f"reward/{name}": reward for name, reward in sample.rewards.items()} | sample.metadata.get("figures", {})
             for sample in samples]
-    return {name: float(np.mean([one[name] for one in each if name in one])) for name in sorted(set().union(*each))}
+    return {prefix + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted(set().union(*each))}
