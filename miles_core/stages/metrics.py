@@ -44,4 +44,4 @@ def figures(samples: list[Sample], prefix: str = "") -> dict[str, float]:
     """The mean of each figure and of each scorer's reward over the samples that have it."""
     each = [{f"reward/{name}": reward for name, reward in sample.rewards.items()} | sample.metadata.get("figures", {})
             for sample in samples]
-    return {prefix + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted(set().union(*each))}
+    return {prefix + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted({*()}.union(*each))}
