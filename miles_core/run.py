@@ -273,8 +273,8 @@ class Run:
     async def sync(self, rollout_id: int) -> None:
         """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one.
         An evaluation keeps its weights to its end."""
-        await self.evaluated()
         self._timed("train_time")
+        await self.evaluated()
         version = rollout_id + 1
         self.journal.stage("sync")
         begin = self.clock()

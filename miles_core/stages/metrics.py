@@ -16,13 +16,13 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     rewards, lengths = (np.array([getattr(s, name) for s in samples]) for name in ("reward", "response_length"))
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
     oldest = min((s.columns["versions"].min() for s in samples if s.response_length), default=batch.version)
+    alike = [np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups if len(one.samples) > 1]
     metrics = {
         "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
-        "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
-        "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
+        **{f"rollout/response_len/{name}": getattr(np, name)(lengths) for name in ("mean", "median", "max", "min")},
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
-        "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups])}
+        **({"rollout/zero_std/percentage": np.mean(alike)} if alike else {})}
     if oldest:  # tokens of version 0, as --debug-rollout-only draws them, are of weights whose age nobody knows
         metrics |= {
             "rollout/weight_version/lag": batch.version - oldest, "rollout/staleness/max": behind.max(initial=0),
@@ -40,8 +40,8 @@ def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, rate: b
     return {"perf/step_time": step, **rates, **({"perf/wait_time_ratio": waited / step} if step else {})}
 
 
-def figures(samples: list[Sample], prefix: str = "") -> dict[str, float]:
+def figures(samples: list[Sample], under: str = "") -> dict[str, float]:
     """The mean of each figure and of each scorer's reward over the samples that have it."""
     each = [{f"reward/{name}": reward for name, reward in sample.rewards.items()} | sample.metadata.get("figures", {})
             for sample in samples]
-    return {prefix + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted({*()}.union(*each))}
+    return {under + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted(set().union(*each))}

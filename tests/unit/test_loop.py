@@ -280,6 +280,7 @@ def test_an_evaluation_goes_on_beside_training_and_the_next_sync_waits_for_it():
     run_virtual(lambda: train(run))
     assert [(first, last) for _, _, first, last, _ in spans] == [(n, n) for n in range(1, 6)], "its weights stay"
     assert [batches for *_, batches in spans] == [0, 2, 3, 4, 4], "a step was done meanwhile, except first and last"
+    assert [metrics["perf/train_time"] for _, metrics in run.journal.rollouts] == pytest.approx([1] * 4)
 
 
 def test_an_evaluation_is_no_time_that_training_waited_for_samples():
