@@ -160,7 +160,7 @@ def _summary(plan: Plan) -> Iterator[str]:
     scored = f", scored by {', '.join(rollout.rm_type)}" if rollout.rm_type else ""
     yield f"{'samples' if debug.debug_rollout_only else 'trains'} {saved.hf_checkpoint} {how}on {prompts}{scored}"
     size, count = rollout.rollout_batch_size, rollout.num_rollout
-    total = f"{rollout.num_epoch} epoch(s) in rollouts" if count is None else f"{count} rollout{'s'[:count != 1]}"
+    total = f"{rollout.num_epoch} x all prompts, in rollouts" if count is None else f"{count} rollout{'s'[:count != 1]}"
     each = f"{size} prompts x {rollout.n_samples_per_prompt} answers"
     steps = 0 if debug.debug_rollout_only else rollout.num_steps_per_rollout
     yield f"for {total} of {each}, each in {steps} optimizer step{'s'[:steps != 1]}"
