@@ -95,7 +95,7 @@ def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
         f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
         f"eval/{name}/response_len/mean": lengths.mean(),
         f"eval/{name}/response_len/max": lengths.max()}
-    metrics |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}
+    metrics |= figures(samples, f"eval/{name}/")
     count, k = min(map(len, rewards)), 1
     while count > 1 and k <= count:
         metrics[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])

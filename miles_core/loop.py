@@ -63,7 +63,7 @@ async def sample(run: Run, slot: Slot) -> None:
 
 async def consume(run: Run) -> None:
     """Drain the buffer. Waits for: the oldest full batch. Unblocked by: produce()."""
-    for rollout_id in range(run.first, run.last):
+    for rollout_id in run.rollouts():
         batch = run.batch(rollout_id, await run.buffer.take())     # 5 buffer
         async with run.placement.lease("train"):
             await run.trainer.take_batch(batch)

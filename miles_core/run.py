@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch, save_flow
 from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
-from miles_core.stages.metrics import rollout_metrics, throughput
+from miles_core.stages.metrics import rollout_metrics, times
 from miles_core.stages.on_policy import check_first
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
@@ -82,10 +82,16 @@ class Run:
     begun: list[Group] = field(default_factory=list)
     _stepped: Counter[str] = field(default_factory=Counter)
     _same_model: bool = False
-    _mark: float | None = None
+    _mark: float = 0.0
     _finished: float = 0.0
     _evaluating: asyncio.Task | None = None
     _running: set[asyncio.Task] = field(default_factory=set)
+
+    def rollouts(self) -> Iterator[int]:
+        """The rollouts that are left to do; with each begins the wait for its batch."""
+        for rollout_id in range(self.first, self.last):
+            self._mark = self.clock()
+            yield rollout_id
 
     def start(self, work: Coroutine) -> asyncio.Task:
         """Have work done beside whatever else goes on, until `rest`."""
@@ -102,7 +108,7 @@ class Run:
 
     async def begin(self) -> None:
         """Start the engine."""
-        self._finished = self.clock()
+        self._finished = self._mark = self.clock()
         self.placement.attach(self.trainer, self.engine)
         if self.engine is not None:
             async with self.placement.lease("start"):
@@ -262,8 +268,8 @@ class Run:
     async def sync(self, rollout_id: int) -> None:
         """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one.
         An evaluation keeps its weights to its end."""
-        await self.evaluated()
         self._timed("train_time")
+        await self.evaluated()
         version = rollout_id + 1
         self.journal.stage("sync")
         begin = self.clock()
@@ -274,7 +280,6 @@ class Run:
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
         self.resumable = self._state() if self._saves(rollout_id) else {}
-        self._mark = self.clock()
         self.journal.stage("rollout")
 
     async def recover(self) -> None:
@@ -315,26 +320,25 @@ class Run:
 
     async def finish(self, batch: Batch) -> None:
         """Report the rollout, evaluate and save when due."""
-        done = batch.rollout_id + 1
-        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in (
-            "rollout_time", "train_time", "update_weights_time"))
-        self.metrics.update(self.placement.figures() | self.hook_timings()
-                            | throughput(batch, self.metrics, self.config))
+        at = batch.rollout_id
+        other = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last, before=False))
+        rate = self.engine is not None and not other  # an engine that did nothing but sample this rollout
+        self.metrics |= self.placement.figures() | self.hook_timings() | times(batch, self.metrics, self.config, rate)
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics, self._stepped = self.metrics.get("train/grad_norm"), {}, Counter()
         if self.config.debug.debug_determinism and self.steps:
             async with self.placement.lease("save"):
                 hashes = await self.trainer.hashes(batch)
             self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
-        await self.evaluate(done)
+        await self.evaluate(at + 1)
         if self.resumable:
-            await self.save(done)
+            await self.save(at + 1)
 
     def _saves(self, done: int) -> bool:
         """Whether a checkpoint is due after so many rollouts, or asked for."""
         checkpoint, sentinel = self.config.checkpoint, self.config.checkpoint.save_trigger_sentinel
-        due = checkpoint.save_interval and done % checkpoint.save_interval == 0
-        return bool(checkpoint.save and (done == self.last or due or sentinel and Path(sentinel).exists()))
+        due = done == self.last or checkpoint.save_interval and done % checkpoint.save_interval == 0
+        return bool(checkpoint.save and self.steps and (due or sentinel and Path(sentinel).exists()))
 
     async def save(self, done: int) -> None:
         """A checkpoint from which rollout `done` is the next. It comes last: a run that is killed before it is complete
@@ -372,9 +376,8 @@ class Run:
         return state if self.prompts is None else state | save_flow(self.buffer.slots(), self.begun)
 
     def _timed(self, name: str) -> None:
-        now = self.clock()
-        self.metrics[f"perf/{name}"] = 0.0 if self._mark is None else now - self._mark
-        self._mark = now
+        before, self._mark = self._mark, self.clock()
+        self.metrics[f"perf/{name}"] = self._mark - before
 
     def _passed_over(self, rollout_id: int, taken: Taken) -> None:
         for reason, count in taken.drops.items():

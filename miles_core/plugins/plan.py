@@ -152,11 +152,11 @@ def _summary(plan: Plan) -> Iterator[str]:
     scored = f", scored by {', '.join(rollout.rm_type)}" if rollout.rm_type else ""
     yield f"{'samples' if debug.debug_rollout_only else 'trains'} {saved.hf_checkpoint} {how}on {prompts}{scored}"
     size, count = rollout.rollout_batch_size, rollout.num_rollout
-    total = f"{rollout.num_epoch} epochs" if count is None else f"{count} rollout{'s'[:count != 1]}"
+    total = f"{rollout.num_epoch} x all prompts, in rollouts" if count is None else f"{count} rollout{'s'[:count != 1]}"
     each = f"{size} prompts x {rollout.n_samples_per_prompt} answers"
-    yield f"for {total} of {each}, each in {rollout.num_steps_per_rollout} optimizer step" + "s"[
-        :rollout.num_steps_per_rollout != 1]
-    into = f", checkpoints into {saved.save}" if saved.save else ", no checkpoints"
+    steps = 0 if debug.debug_rollout_only else rollout.num_steps_per_rollout
+    yield f"for {total} of {each}, each in {steps} optimizer step{'s'[:steps != 1]}"
+    into = f", checkpoints into {saved.save}" if saved.save and steps else ", no checkpoints"
     yield f"writes into {saved.run_dir}{into}"
     tracker = Path(saved.load or "") / TRACKER
     done = tracker.read_text(encoding="utf-8", errors="replace").strip() if saved.load and tracker.is_file() else ""

@@ -13,34 +13,35 @@ from miles_core.types import Batch, Sample
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Miles's names for what a rollout brought."""
     samples = batch.samples
-    rewards = np.array([s.reward for s in samples])
-    lengths = np.array([s.response_length for s in samples])
+    rewards, lengths = (np.array([getattr(s, name) for s in samples]) for name in ("reward", "response_length"))
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
+    oldest = min((s.columns["versions"].min() for s in samples if s.response_length), default=batch.version)
+    alike = [np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups if len(one.samples) > 1]
     metrics = {
         "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
-        "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
-        "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
+        **{f"rollout/response_len/{name}": getattr(np, name)(lengths) for name in ("mean", "median", "max", "min")},
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
-        "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups]),
-        "rollout/weight_version/lag": max(
-            (batch.version - s.columns["versions"].min() for s in samples if s.response_length), default=0),
-        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": behind.max(initial=0),
-        "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
-    metrics |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
-    return {key: float(value) for key, value in metrics.items()}
+        **({"rollout/zero_std/percentage": np.mean(alike)} if alike else {})}
+    if oldest:  # tokens of version 0, as --debug-rollout-only draws them, are of weights whose age nobody knows
+        metrics |= {
+            "rollout/weight_version/lag": batch.version - oldest, "rollout/staleness/max": behind.max(initial=0),
+            "rollout/staleness/mean": behind.mean() if len(behind) else 0,
+            "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
+    return {name: float(value) for name, value in {**metrics, **figures(samples, "rollout/")}.items()}
 
 
-def throughput(batch: Batch, metrics: Mapping[str, float], config: RunConfig) -> dict[str, float]:
-    """Response tokens per second and GPU of the engines, which may sample all the time, and what the trainer waits."""
-    waited, step = metrics.get("perf/rollout_time", 0.0), metrics["perf/step_time"]
+def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, rate: bool) -> dict[str, float]:
+    """Seconds of a step, the share that the trainer waits, and response tokens per second and GPU of the engines."""
+    waited, tokens = metrics["perf/rollout_time"], sum(sample.response_length for sample in batch.samples)
+    step = waited + metrics["perf/train_time"] + metrics["perf/update_weights_time"]
     seconds = (step if config.rollout.max_lag else waited) * (config.perf.rollout_num_gpus or 1)
-    tokens = sum(sample.response_length for sample in batch.samples)
-    return {"perf/tokens_per_gpu_per_sec": tokens / seconds, "perf/wait_time_ratio": waited / step} if seconds else {}
+    rates = {"perf/tokens_per_gpu_per_sec": tokens / seconds} if rate and seconds else {}
+    return {"perf/step_time": step, **rates, **({"perf/wait_time_ratio": waited / step} if step else {})}
 
 
-def figures(samples: list[Sample]) -> dict[str, float]:
+def figures(samples: list[Sample], under: str = "") -> dict[str, float]:
     """The mean of each figure and of each scorer's reward over the samples that have it."""
     each = [{f"reward/{name}": reward for name, reward in sample.rewards.items()} | sample.metadata.get("figures", {})
             for sample in samples]
-    return {name: float(np.mean([one[name] for one in each if name in one])) for name in sorted(set().union(*each))}
+    return {under + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted(set().union(*each))}

@@ -21,9 +21,9 @@ def mismatch(samples: Sequence[Sample], version: int) -> dict[str, float]:
     if not gap.size:
         return {}
     fresh = gap[(versions == version) & (engine != 0)]  # 0: none, a given answer's
-    return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
-            **({FRESH: float(fresh.mean())} if fresh.size else {}),
-            "rollout/log_probs": float(ours.mean()), "rollout/rollout_log_probs": float(engine.mean())}
+    return {**({"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
+                "rollout/rollout_log_probs": float(engine.mean())} if engine.any() else {}),
+            **({FRESH: float(fresh.mean())} if fresh.size else {}), "rollout/log_probs": float(ours.mean())}
 
 
 def check_first(metrics: Mapping[str, float], limit: float) -> bool:

@@ -280,6 +280,27 @@ def test_an_evaluation_goes_on_beside_training_and_the_next_sync_waits_for_it():
     run_virtual(lambda: train(run))
     assert [(first, last) for _, _, first, last, _ in spans] == [(n, n) for n in range(1, 6)], "its weights stay"
     assert [batches for *_, batches in spans] == [0, 2, 3, 4, 4], "a step was done meanwhile, except first and last"
+    assert [metrics["perf/train_time"] for _, metrics in run.journal.rollouts] == pytest.approx([1] * 4)
+
+
+def test_an_evaluation_is_no_time_that_training_waited_for_samples():
+    run = toy_run(rollouts=4, batch_size=2, max_lag=0, duration=lambda uid, tries: 0.5, train=1.0)
+
+    async def evaluation(engine):
+        await asyncio.sleep(2.5)
+        return []
+
+    async def start():
+        pass
+
+    evaluation.due = lambda done, last, before: done == 2
+    run.evaluation, run.engine = evaluation, SimpleNamespace(start=start)
+    run_virtual(lambda: train(run))
+    reported = [metrics for _, metrics in run.journal.rollouts]
+    assert [metrics["perf/rollout_time"] for metrics in reported] == pytest.approx([0.5, 0.5, 0, 0.5])
+    assert [metrics["perf/step_time"] for metrics in reported] == pytest.approx([1.6, 1.6, 1.1, 1.6])
+    assert ["perf/tokens_per_gpu_per_sec" in metrics for metrics in reported] == [True, True, False, True], \
+        "the engine had the evaluation's answers to draw as well"
 
 
 def test_a_failing_evaluation_ends_the_run():

@@ -29,7 +29,8 @@ def run(tmp_path, resumed_from, steps, status, **options):
                                   **options))
     plugin.begin(PLAN, "a1b2c3d4", resumed_from, tmp_path)
     for step in steps:
-        plugin.metrics(step, {"train/loss": step / 10, "eval/held": 0.75, "eval/held/length": 3.0})
+        plugin.metrics(step, {"train/loss": step / 10, "eval/held": 0.75, "eval/held/length": 3.0,
+                              "eval/held-pass@4": 0.5, "rollout/reward/rm#1, first": 0.25})
         plugin.samples(step, None, canned_samples())
     plugin.finish(status)
 
@@ -45,7 +46,8 @@ def test_a_run_is_read_back_and_a_resumed_one_goes_on_in_it(client, tmp_path):
     assert found.data.params["rollout.num_rollout"] == "5"
     points = sorted((one.step, one.value) for one in client.get_metric_history(found.info.run_id, "train/loss"))
     assert points == [(0, 0.0), (1, 0.1), (2, 0.2)]
-    assert {"eval/held", "eval/held.length"} <= set(found.data.metrics)
+    names = {"eval/held", "eval/held.length", "eval/held-pass_at_4", "rollout/reward.rm_1_ first"}
+    assert names <= set(found.data.metrics)
     names = [one.path for one in client.list_artifacts(found.info.run_id, "rollout/samples")]
     assert names == [f"rollout/samples/{step:07d}.json" for step in (0, 1, 2)]
     table = json.loads(Path(client.download_artifacts(found.info.run_id, names[-1])).read_text())

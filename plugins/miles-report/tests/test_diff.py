@@ -212,3 +212,13 @@ def test_a_run_that_is_going_can_be_compared(run):
     path = run("a")
     with RunDirectory(path):
         assert diff(path, run("b"))[0] == 0
+
+
+def test_options_of_a_plugin_that_one_run_lacks_go_without_saying(tmp_path):
+    """A tracker has a dozen, and the forty lines that are shown would end before what matters."""
+    paths = [Written(tmp_path / name, plan).start().rollouts(0, 1).end()
+             for name, plan in (("a", {"optimizer.lr": 2e-6}), ("b", {"wandb.project": "miles"}))]
+    plan = json.loads((paths[1] / "plan.json").read_text())
+    plan["plugins"].append({"name": "wandb", "source": "miles-wandb", "version": "0.1.0", "origin": "--plugin"})
+    (paths[1] / "plan.json").write_text(json.dumps(plan))
+    assert [label for label, *_ in compare(*map(load, paths)).facts] == ["optimizer.lr", "plugin wandb"]

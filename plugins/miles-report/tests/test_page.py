@@ -218,6 +218,7 @@ def test_the_pace_and_the_time_of_several_starts():
                                                           for n in range(3)]]):
         history.take({"rollout_id": None, "time": 10.0 * at, **event})
     assert (history.pace, history.before, history.done) == (10.0, 0.0, 3)
+    history.take({"event": "message", "rollout_id": None, "time": 990.0, "level": "info", "text": "engine local"})
     history.take({"event": "run_start", "rollout_id": None, "time": 1000.0, "resumed_from": 2})
     assert (history.pace, history.before, history.done) == (None, 30.0, 2)
     history.take({"event": "metrics", "rollout_id": 2, "time": 400.0, "metrics": {}})

@@ -6,7 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from miles_reproduce.runs import curve, run
 from miles_testing.forked import miles
+
+from miles_core.errors import ConfigError
+from miles_core.record.events import EventLog
 
 ROOT = Path(__file__).parents[3]
 RUN_FILE = (ROOT / "examples/steps/sums.toml").read_text()
@@ -59,3 +63,18 @@ def test_nothing_runs_without_a_claim_to_compare_with(recipe):
         outcome = reproduce(*words)
         assert outcome.code == 2 and code in outcome.err
     assert reproduce(recipe, "--write-claim").code == 2
+
+
+def test_a_folder_of_an_earlier_run_is_named(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path / "recipe.toml", 0, tmp_path)
+    assert error.value.code == "recipe-folder-taken" and str(tmp_path) in str(error.value)
+
+
+def test_what_was_not_finite_is_no_value_of_a_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    log = EventLog(tmp_path / "run" / "events.jsonl")
+    for at, loss in enumerate((0.5, float("nan"), 0.25)):
+        log.metrics(at, {"train/loss": loss})
+    log.close()
+    assert curve(tmp_path, "train/loss") == [(1, 0.5), (3, 0.25)]

@@ -23,10 +23,13 @@ def fetch(port):
 def test_prometheus_fetches_the_latest_figures():
     endpoint = Endpoint("127.0.0.1", 0, "demo")
     try:
-        endpoint.show(3, {"train/loss": 0.5, "train/lr-pg_0": 1e-6})
+        endpoint.show(3, {"eval/held": 0.75})
+        endpoint.show(3, {"train/loss": 0.5, "rollout/dynamic_filter/drop_dull": 12.0})
+        endpoint.show(4, {"eval/other": 0.5})
+        assert fetch(endpoint.port)['miles_rollout_dynamic_filter_drop_dull{run="demo"}'] == 12
         endpoint.show(4, {"train/loss": 0.25})
         assert fetch(endpoint.port) == {'miles_train_loss{run="demo"}': 0.25, 'miles_rollout_id{run="demo"}': 4,
-                                        'miles_train_lr_pg_0{run="demo"}': 1e-6}
+                                        'miles_eval_held{run="demo"}': 0.75, 'miles_eval_other{run="demo"}': 0.5}
     finally:
         endpoint.close()
     with pytest.raises(OSError):

@@ -10,6 +10,8 @@ from miles_tensorboard.plugin import Tensorboard, TensorboardOptions
 from miles_testing.sample_inputs import canned_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles_core.record.events import EventLog
+
 
 def points(folder):
     """Metric -> [(step, value)] of a folder of event files."""
@@ -68,6 +70,27 @@ def test_a_resumed_run_repeats_no_step(start, tmp_path):
     assert points(tmp_path / "tensorboard")["train/loss"] == [
         (0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), (6, 16.0),
     ]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_evaluation_of_the_checkpoint_stands_once(start, tmp_path, again):
+    earlier = [(2, 0.25), (4, 0.75)]
+    log = EventLog(tmp_path / "events.jsonl")
+    log.run_start("p", {})
+    first = start()
+    for step, score in earlier:
+        first.metrics(step, {"eval/held": score}, tmp_path)
+        log.eval(step, {"eval/held": score, "eval/held/lost": float("nan")})
+    first.finish("completed")
+    time.sleep(1.01 - time.time() % 1)
+    log.run_start("p", {}, resumed_from=4)
+    resumed = start()  # with more rollouts than before, at a rollout that is no multiple of --eval-interval or is one
+    resumed.begin({"options": {}}, 4, tmp_path)
+    for step, values in [(4, {"eval/held": 0.75})] * again + [(4, {"train/loss": 1.0}), (5, {"train/loss": 2.0})]:
+        resumed.metrics(step, values, tmp_path)
+    resumed.finish("completed")
+    log.close()
+    assert points(tmp_path / "tensorboard") == {"eval/held": earlier, "train/loss": [(4, 1.0), (5, 2.0)]}
 
 
 def test_the_plan_and_samples_are_read_back_and_a_start_voids_what_is_to_come(start, tmp_path):

@@ -72,7 +72,8 @@ def test_a_run_without_a_key_is_read_back_from_its_folder(tmp_path):
         (0, 0, 0.5), (1, 1, 0.5)]
     assert [(one["eval/step"], one["eval/held"]) for one in logged if "eval/held" in one] == [(0, 0.75), (1, 0.75)]
     axes = {one.metric.glob_name: one.metric.step_metric for one in found if one.metric.glob_name}
-    assert axes["perf/*"] == "perf/step" and len(axes) == 4
+    assert axes == {f"{family}/*": f"{family}/step" for family in ("train", "rollout", "tools", "eval")}
+    assert [one["tools/step"] for one in logged if "tools/calls" in one] == [0, 1], "a plugin's own metrics as well"
     [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
     rows = json.loads(table.read_text())
     assert rows["columns"][:4] == ["step", "prompt", "answer", "reward"] and len(rows["data"]) == len(canned_samples())

@@ -23,3 +23,19 @@ def test_scores_are_means_over_the_samples_that_have_them():
     one.rewards, other.rewards = {"mine": 1.0}, {"yours": 0.5}
     found = rollout_metrics(batch_of(one, other))
     assert found["rollout/reward/mine"] == 1.0 and found["rollout/reward/yours"] == 0.5
+
+
+def test_what_no_trainer_s_weights_drew_has_no_age():
+    """--debug-rollout-only's answers, or a training step on those: they are not older by the number of rollouts."""
+    sample = make_sample(0, 0, 1.0)
+    assert rollout_metrics(batch_of(sample))["rollout/staleness/max"] == 2
+    sample.columns["versions"] = sample.columns["versions"] * 0
+    ages = {"weight_version/lag", "staleness/mean", "staleness/max", "off_policy_tokens"}
+    assert not rollout_metrics(batch_of(sample)).keys() & {f"rollout/{name}" for name in ages}
+
+
+def test_one_answer_is_no_group_of_one_score():
+    """Of PPO or SFT: all groups would look as if they taught nothing."""
+    one, twin = make_sample(0, 0, 1.0), make_sample(0, 1, 1.0)
+    assert "rollout/zero_std/percentage" not in rollout_metrics(batch_of(one))
+    assert rollout_metrics(Batch(0, [Group(one.prompt, [one, twin])], 3))["rollout/zero_std/percentage"] == 1

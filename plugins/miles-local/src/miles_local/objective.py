@@ -89,7 +89,7 @@ class Objective:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()", code="loss-without-gradient")
         self._unchecked.append((loss.detach(), total.detach(), scored.batch))
-        if self.actor:
+        if self.actor and self.algorithm.loss_type != "sft_loss":  # whose answers no engine has drawn
             # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
             ours = inputs.rows.get("log_probs", inputs.log_probs)
             share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()

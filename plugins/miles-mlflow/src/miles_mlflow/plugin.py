@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ class Mlflow:
 
 
 def flat(name: str) -> str:
-    """A metric's name with one slash: in a folder of files eval/sums cannot be a file and have others below it."""
-    first, slash, below = name.partition("/")
+    """A metric's name as MLflow takes it, which refuses all values that come with another: eval/sums-pass@1 is
+    eval/sums-pass_at_1. One slash stays: in a folder of files eval/sums cannot be a file and have others below it."""
+    first, slash, below = re.sub(r"[^\w.\-/: ]", "_", name.replace("@", "_at_")).partition("/")
     return first + slash + below.replace("/", ".")

@@ -136,6 +136,8 @@ def compare(one: Record, other: Record) -> Comparison:
                                 got=f"rollouts {span(left)} and {span(right)}", code="runs-without-common-rollout",
                                 fix="run both for the same rollouts, with --debug-determinism")
     facts = [(label, *pair) for label, *pair in _pairs(one.facts, other.facts) if pair[0] != pair[1]]
+    alone = {label.removeprefix("plugin ") for label, *pair in facts if label[:7] == "plugin " and "absent" in pair}
+    facts = [fact for fact in facts if fact[0].partition(".")[0] not in alone]  # its options go without saying
     parting = next((rollout_id for rollout_id in common if left[rollout_id] != right[rollout_id]), None)
     if parting is None:
         first = None

@@ -68,7 +68,7 @@ def _samples(run: RunDirectory, history: History, limits: Limits) -> tuple[list[
     if fit < total:
         notes.append(f"{fit:,} of the {total:,} samples in the files shown fit, in whole groups where possible.")
     if any(file["recorded"] < file["groups"] for file in embedded):
-        notes.append("The run recorded the first groups of each rollout only.")
+        notes.append("Of some rollouts or evaluations the run recorded the first groups only.")
     cut = sum("cut" in sample for file in embedded for sample in file["samples"])
     if cut:
         notes.append(f"{cut:,} responses are cut after {limits.tokens:,} tokens.")

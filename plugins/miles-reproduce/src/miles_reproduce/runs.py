@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from miles_core.errors import MilesError
+from miles_core.errors import ConfigError, MilesError
 from miles_core.record.events import read
 from miles_reproduce.claim import Curve, Preparation
 
@@ -36,9 +36,14 @@ def run(run_file: Path, seed: int, folder: Path) -> float:
     """One run into a folder that does not exist yet; the CPU seconds of it and its processes.
 
     Raises:
+        ConfigError: it exists.
         MilesError: the run failed.
     """
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError("an earlier run lies there", got=str(folder), who="--out", code="recipe-folder-taken",
+                          fix="name another folder, or remove it") from None
     before = _cpu_seconds()
     _run([*MILES, "run", str(run_file), "--no-live", f"--seed={seed}", f"--rollout-seed={seed}",
           f"--run-dir={folder / 'run'}"], folder / LOG, f"miles run {run_file} --seed {seed} --rollout-seed {seed}")
@@ -46,12 +51,12 @@ def run(run_file: Path, seed: int, folder: Path) -> float:
 
 
 def curve(folder: Path, metric: str) -> Curve:
-    """Values of a metric by the rollouts that were trained on before: of an evaluation at rollout k it is k, and after
-    rollout k, counted from 0, k + 1."""
+    """Finite values of a metric by the rollouts that were trained on before: of an evaluation at rollout k it is k, and
+    after rollout k, counted from 0, k + 1."""
     after = {"eval": 0, "metrics": 1}
     return [(event["rollout_id"] + after[event["event"]], event["metrics"][metric])
             for event in read(folder / "run" / "events.jsonl")
-            if event["event"] in after and metric in event["metrics"]]
+            if event["event"] in after and event["metrics"].get(metric) is not None]
 
 
 def _run(words: list[str], log: Path, shown: str) -> None:

@@ -31,8 +31,8 @@ class Rules:
 class Policy:
     """Which checkpoints are kept; the metric of earlier starts is in the run's events.
 
-    A checkpoint `iter_0000010` is made after ten rollouts: an evaluation of its weights has the step 10, and the
-    rollout that was trained on last has 9.
+    A checkpoint `iter_0000010` is made after ten rollouts: both an evaluation of its weights and the rollout that is
+    sampled from them, before they are trained on, have the step 10.
     """
 
     def __init__(self, rules: Rules, run_dir: Path):
@@ -47,8 +47,7 @@ class Policy:
         """Note the metric of the checkpoint that these values are about."""
         value = values.get(self._rules.keep_metric or "")
         if value is not None and value == value:  # no NaN
-            evaluated = str(self._rules.keep_metric).startswith("eval/")
-            self._measured[rollout_id if evaluated else rollout_id + 1] = value
+            self._measured[rollout_id] = value
 
     def kept(self, present: Sequence[int]) -> set[int]:
         """Of the checkpoints that are there, ascending. A tie of the best is the newer one's."""

@@ -34,11 +34,15 @@ class Endpoint:
         logger.info("metrics for Prometheus: http://%s:%s/metrics", host, self.port)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Replace the figures of these names."""
-        for name, value in {**values, "rollout_id": step}.items():
-            gauge = gauge_name(name)
+        """Replace the figures of these names. What a rollout has no longer, such as a reason for drops, goes; an
+        evaluation leaves everything else as it is."""
+        shown = {gauge_name(name): (name, value) for name, value in {**values, "rollout_id": step}.items()}
+        if not all(name.startswith("eval/") for name in values):
+            for gauge in [one for one in self._gauges if one not in shown and not one.startswith("miles_eval_")]:
+                self._registry.unregister(self._gauges.pop(gauge))
+        for gauge, (name, value) in shown.items():
             if gauge not in self._gauges:
-                self._gauges[gauge] = Gauge(gauge, f"{name} of the latest rollout", ["run"], registry=self._registry)
+                self._gauges[gauge] = Gauge(gauge, f"{name}, the latest", ["run"], registry=self._registry)
             self._gauges[gauge].labels(self._run).set(value)
 
     def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.config import option
 from miles_core.hookspecs import hookimpl
+from miles_core.record.events import Kind, read
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
@@ -38,6 +39,7 @@ class Tensorboard:
     def __init__(self, options: TensorboardOptions):
         self.options = options
         self._files: EventFiles | None = None
+        self._evaluated: tuple[int, dict[str, float]] | None = None
 
     @hookimpl
     def begin(self, plan: dict[str, Any], resumed_from: int | None, run_dir: Path) -> None:
@@ -45,11 +47,14 @@ class Tensorboard:
         if (files := self._open(run_dir, resumed_from or 0)) is not None:
             rows = [f"| {key} | {value} |" for key, value in plan["options"].items()]
             files.text("plan", resumed_from or 0, "\n".join(["| option | value |", "|---|---|", *rows]))
+            if resumed_from is not None:
+                self._evaluated = resumed_from, evaluated(Path(run_dir, "events.jsonl"), resumed_from)
 
     @hookimpl
     def metrics(self, rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
         """One point per metric."""
         if (files := self._open(run_dir, rollout_id)) is not None:
+            self._restore(files, values)
             files.write(rollout_id, values)
 
     @hookimpl
@@ -66,8 +71,15 @@ class Tensorboard:
     def finish(self, status: str) -> None:
         """Flush and close."""
         if self._files is not None:
+            self._restore(self._files, {})
             self._files.close()
             self._files = None
+
+    def _restore(self, files: EventFiles, values: Mapping[str, float]) -> None:
+        """Write again what the new file has voided, unless this start has evaluated its first weights anew."""
+        if self._evaluated is not None and not self._evaluated[1].keys() & values.keys():
+            files.write(*self._evaluated)
+        self._evaluated = None
 
     def _open(self, run_dir: Path, first_step: int) -> EventFiles | None:
         if self._files is None and self.options.use_tensorboard:
@@ -76,3 +88,11 @@ class Tensorboard:
             folder = folder_of(Path(run_dir), self.options.tb_project_name, self.options.tb_experiment_name)
             self._files = EventFiles(folder, first_step)
         return self._files
+
+
+def evaluated(events: Path, rollout_id: int) -> dict[str, float]:
+    """What an earlier start has measured of the weights that this rollout samples from, which stay as they are."""
+    if not events.is_file():
+        return {}
+    return {name: value for event in read(events) if event["event"] == Kind.EVAL and event["rollout_id"] == rollout_id
+            for name, value in event["metrics"].items() if value is not None}

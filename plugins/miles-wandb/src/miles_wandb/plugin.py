@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +17,6 @@ from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
-
-AXES = ("rollout", "train", "eval", "perf")
-"""Metrics that begin so are drawn over PREFIX/step, the number of the rollout."""
 
 ADDRESS = "https://api.wandb.ai"
 
@@ -60,6 +57,7 @@ class Wandb:
         self.options = options
         self._outbox = Outbox(self, rows=options.sample_rows, every=options.sample_interval)
         self._run: Any = None
+        self._families: set[str] = set()
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -109,15 +107,12 @@ class Wandb:
             resume="allow" if mode == "online" else None,
             config={**start.options, "plan_digest": start.plan.get("digest")}, allow_val_change=True,
             reinit="create_new", settings=settings)
-        for axis in AXES:
-            self._run.define_metric(f"{axis}/step", hidden=True)
-            self._run.define_metric(f"{axis}/*", step_metric=f"{axis}/step")
+        self._families.clear()
         return str(self._run.url if mode == "online" else folder / "wandb")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Service."""
-        axes = {f"{prefix}/step" for name in values if (prefix := name.partition("/")[0]) in AXES}
-        self._run.log({**values, **dict.fromkeys(axes, step)})
+        """See Service. FAMILY/NAME is drawn over FAMILY/step, the number of the rollout, a plugin's own as well."""
+        self._run.log({**values, **self._axes(values, step)})
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """See Service."""
@@ -126,7 +121,7 @@ class Wandb:
         def logged() -> None:
             table = wandb.Table(columns=[*COLUMNS], data=[[row[key] for key in COLUMNS] for row in rows],
                                 allow_mixed_types=True)
-            self._run.log({name: table, f"{name.partition('/')[0]}/step": step})
+            self._run.log({name: table, **self._axes([name], step)})
 
         try:
             logged()
@@ -135,6 +130,14 @@ class Wandb:
             # it when it ends, and so does what clears /tmp in a run of weeks.
             Path(error.filename).parent.mkdir(parents=True, exist_ok=True)
             logged()
+
+    def _axes(self, names: Iterable[str], step: int) -> dict[str, int]:
+        families = {name.partition("/")[0] for name in names}
+        for family in sorted(families - self._families):
+            self._run.define_metric(f"{family}/step", hidden=True)
+            self._run.define_metric(f"{family}/*", step_metric=f"{family}/step")
+        self._families |= families
+        return {f"{family}/step": step for family in families}
 
     def close(self, status: str) -> None:
         """See Service."""

@@ -77,6 +77,7 @@ class History:
     ends: deque = field(default_factory=lambda: deque(maxlen=PACE + 1))
     cuts: int = 0
     _evaluated: bool = False
+    _lived: float = 0.0
 
     @property
     def begin(self) -> int:
@@ -101,6 +102,8 @@ class History:
         if kind == Kind.RUN_START:
             self._start(event)
         self.last = event["time"]
+        if kind != Kind.MESSAGE:  # a start may say something before its run_start, long after the one before was killed
+            self._lived = event["time"]
         if (taker := _TAKERS.get(kind)) is not None:
             taker(self, event)
         if kind in _TOLD:
@@ -108,7 +111,7 @@ class History:
 
     def _start(self, event: dict) -> None:
         if self.starts:
-            self.before += max(0.0, self.last - self.starts[-1]["time"])
+            self.before += max(0.0, self._lived - self.starts[-1]["time"])
         self.starts.append(event)
         self.end, self.engines, self._evaluated = None, {}, False
         self.ends.clear()
