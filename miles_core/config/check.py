@@ -87,6 +87,8 @@ def _required(config: RunConfig, note: Note) -> RunConfig:
             table, _, name = key.partition(".")
             raise ConfigError(f"{key} is required", code="setting-required", who="run file and flags",
                               fix=f"set {name} = ... in [{table}], or pass --{name.replace('_', '-')} VALUE")
+    if config.rollout.num_rollout is not None and config.rollout.num_epoch is not None:
+        note("num_epoch is ignored, as num_rollout is set")
     return config
 
 

@@ -93,6 +93,7 @@ NOTED = {
     "sampling runs 0 rollout(s) ahead": ["--max-lag", 2, "--max-weight-staleness", 0],
     "reads checkpoint.save_interval, eval.eval_interval": ["--save-interval", 1, "--eval-interval", 2],
     "uncut distribution": ["--rollout-top-p", 0.9],
+    "num_epoch is ignored": ["--num-epoch", 2],
     "rides alone": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 100],
     "--debug-train-only is implied": ["--load-debug-rollout-data", "data/{rollout_id}"],
     "the reference model is --hf-checkpoint": ["--use-kl-loss"],
