@@ -109,6 +109,10 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         check_same_data(config, prompts, resume.state["prompts"])
     if engine is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {engine.path}")
+    datasets = [] if only_train else _datasets(parts, engine)
+    for name, source in (("prompts", prompts), *((dataset.name, dataset.prompts) for dataset in datasets)):
+        if left_out := getattr(source, "left_out", 0):
+            journal.message("info", f"{name}: left out {left_out:,} longer than the limit for prompts")
     first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
     most = config.debug.debug_exit_after_rollout
     last = rollout.num_rollout if most is None else min(rollout.num_rollout, first + most)
@@ -122,8 +126,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         scoring=_scoring(parts, rollout.reward_key),
         chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync, placement=placement,
-        evaluation=Evaluation([] if only_train else _datasets(parts, engine), config.eval.eval_interval,
-                              config.eval.skip_eval_before_train),
+        evaluation=Evaluation(datasets, config.eval.eval_interval, config.eval.skip_eval_before_train),
         journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
         hook_timings=lambda: parts.driver.timings() | parts.rollout.timings(),
         unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=partial_groups,

@@ -117,6 +117,7 @@ class RowPrompts:
         self._next = 0
         self._epoch, self._order = -1, np.arange(0)
         self._keep = np.array([row for row, record in enumerate(records) if self._prompt.fits(row, record)], int)
+        self.left_out = len(records) - len(self._keep)
         if not len(self._keep):
             raise DataError("no prompts are left", code="prompts-all-dropped", who=rows.path, fix="check that the file "
                             "and its @[a:b] slice are not empty, and raise --rollout-max-prompt-len")

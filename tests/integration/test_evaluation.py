@@ -112,3 +112,14 @@ def test_the_first_evaluation_can_be_skipped(run_file, tiny, tmp_path):
     events = go([run_file(), "--num-rollout", "1", "--eval-interval", "5", "--skip-eval-before-train",
                  "--eval-prompt-data", "sums", f"{tiny}/eval.jsonl"], tmp_path)
     assert [rollout_id for rollout_id, _ in evals(events)] == [1]
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(run_file, tiny, tmp_path):
+    for name, more in (("train", 2), ("eval", 1)):
+        long = {"prompt": [{"role": "user", "content": "1+" * 30}], "label": "30"}
+        (tmp_path / f"{name}.jsonl").write_text((tiny / f"{name}.jsonl").read_text() + (json.dumps(long) + "\n") * more)
+    events = go([run_file(), "--num-rollout", "1", "--prompt-data", "train.jsonl", "--rollout-max-prompt-len", "32",
+                 "--eval-interval", "1", "--eval-prompt-data", "sums", "eval.jsonl"], tmp_path)
+    left_out = [event["text"].partition(" longer")[0] for event in events
+                if event["event"] == "message" and "left out" in event["text"]]
+    assert left_out == ["prompts: left out 2", "sums: left out 1"]
