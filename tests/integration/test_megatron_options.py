@@ -65,8 +65,6 @@ def stepped(plan: Plan) -> Iterator[tuple[dict[str, float], Any]]:
         yield trainer.step(0), trainer
     finally:
         trainer.close()
-        for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron-core notes the attention's backend there
-            os.environ.pop(f"NVTE_{name}_ATTN", None)
 
 
 def step(plan: Plan) -> None:

@@ -1,5 +1,8 @@
 """Whole runs through the real command line."""
 
+import sys
+import threading
+
 import pytest
 from miles_testing.forked import miles
 
@@ -30,3 +33,19 @@ def test_epochs_are_rollouts_also_for_the_schedule_of_the_learning_rate(run_file
         rates = [event["metrics"]["train/lr-pg_0"] for event in read(tmp_path / f"runs/{name}/events.jsonl")
                  if event["event"] == "metrics"]
         assert rates == pytest.approx([7.5e-4, 2.5e-4]), rates  # of each rollout's last step
+
+
+def _environment_watched() -> None:
+    def hook(event: str, words: tuple) -> None:
+        if event == "os.putenv" and threading.current_thread() is not threading.main_thread():
+            with open("added", "ab") as file:
+                file.write(words[0] + b"\n")
+
+    sys.addaudithook(hook)
+
+
+def test_no_thread_beside_the_drivers_adds_to_the_environment(run_file, tmp_path):
+    """C code in another thread that looks through it meanwhile would end the process."""
+    outcome = miles(["run", run_file(), "--no-live", "--num-rollout", "1"], tmp_path, before=_environment_watched)
+    assert outcome.code == 0, outcome.err
+    assert not (tmp_path / "added").exists(), (tmp_path / "added").read_text()

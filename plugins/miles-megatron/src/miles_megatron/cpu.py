@@ -136,6 +136,10 @@ RULES = (
          f"TELinear = {_HERE}.latent_projection(self.config)\n", always,
          "Megatron makes them of Transformer Engine alone, whatever the model's other layers are made of",
          "megatron.core.transformer.moe.moe_layer"),
+    Rule("environment of attention", re.compile(r"os\.environ\[env_variable_name\] = str\(expected_value\)"), "pass",
+         no_transformer_engine, "Transformer Engine alone reads it; a variable that the trainer's thread adds may move "
+         "the environment away from C code in the driver's thread that looks through it, which ends the process",
+         "megatron.core.models.common.language_module.language_module"),
     Rule("checkpoint writers", re.compile(r"mp\.get_context\(\"(?:fork|spawn)\"\)"), f"{_HERE}.InProcess", always,
          "forking beside gloo, OpenMP or CUDA threads is unsafe and slow, and hangs for ever if psutil is missing",
          "megatron.core.dist_checkpointing.strategies.filesystem_async"),

@@ -39,8 +39,9 @@ class Profiler:
         self._targets = frozenset(debug.profile_target)
         self._folder = RunDirectory(config.checkpoint.run_dir).profile
         self._rank, self._tracing = rank, False
-        # Kineto logs each start and stop to stderr, in the middle of the live panel, at any level below this one.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        if self._rollouts:
+            # Kineto logs each start and stop to stderr, in the middle of the live panel, at any level below this one.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     def phase(self, name: str, rollout_id: int) -> AbstractContextManager[None]:
         """Trace the block if this phase of this rollout is wanted; within another phase it is a range of that one.
