@@ -1,5 +1,6 @@
 """Megatron is initialised once per process; models are tiny and random, made by transformers at test time."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,19 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "attn_implementation": "eager",
 }  # fmt: skip
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """(the keys of a config.json) -> a run on it."""
+    from miles_core.config.load import with_values
+    from miles_core.config.tables import RunConfig
+
+    def make(keys):
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        return with_values(RunConfig(), "test", checkpoint__hf_checkpoint=str(tmp_path))
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,10 @@
 """Sizes of published checkpoints from their config.json: the totals that their authors state."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from miles_megatron import estimate
 from miles_megatron.architecture import architecture_of
-
-from miles_core.config.load import with_values
-from miles_core.config.tables import RunConfig
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
@@ -61,16 +57,6 @@ PUBLISHED = {  # billions of parameters: in all, of a token where the authors sa
     "glm-4.7-flash": (GLM_47_FLASH, 30, None), "qwen3-next": (QWEN3_NEXT, 80, None),
     "qwen3.5-35b-a3b": (QWEN3_5, 35, 3), "kimi-k2": (KIMI_K2, 1030, 32), "gpt-oss-20b": (GPT_OSS, 20.9, 3.6),
 }  # fmt: skip
-
-
-@pytest.fixture
-def config(tmp_path):
-    """(the keys of a config.json) -> a run on it."""
-    def make(said):
-        (tmp_path / "config.json").write_text(json.dumps(said))
-        return with_values(RunConfig(), "test", checkpoint__hf_checkpoint=str(tmp_path))
-
-    return make
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

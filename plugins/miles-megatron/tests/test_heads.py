@@ -1,14 +1,11 @@
 """Plans count the heads of every layer, where config.json has several kinds."""
 
-import json
 
 import pytest
 from miles_megatron import engine_weights, estimate
 from miles_megatron.heads import Heads, heads_of, sizes_of
 from miles_megatron.layout import Layout, check_layout
 
-from miles_core.config.load import with_values
-from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError
 
 GEMMA_4 = {
@@ -18,16 +15,6 @@ GEMMA_4 = {
     "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
 }  # fmt: skip
 KINDS = (Heads(50, 256, 16), Heads(10, 512, 4, made=1))
-
-
-@pytest.fixture
-def config(tmp_path):
-    """(the keys of a config.json) -> a run on it."""
-    def make(keys):
-        (tmp_path / "config.json").write_text(json.dumps(keys))
-        return with_values(RunConfig(), "test", checkpoint__hf_checkpoint=str(tmp_path))
-
-    return make
 
 
 def written_by_transformers(keys):

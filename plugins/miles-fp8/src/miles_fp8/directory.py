@@ -10,7 +10,7 @@ from miles_local.weights import read_tensors
 from miles_megatron import hf_config, mxfp4
 from miles_megatron.convert import as_stored
 from miles_megatron.readers import Readers
-from miles_megatron.shards import stored_tensors, tensor_files
+from miles_megatron.shards import outlines, stored_tensors, tensor_files
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
@@ -48,11 +48,8 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
                                   code="fp8-already-quantised", who=str(source / "config.json"),
                                   got=config["quantization_config"].get("quant_method"), fix="convert an unquantised "
                                                                                              "checkpoint")
-    files = sorted(set(tensor_files(source).values()))
     weight_map = as_stored(source)
-    stored = [(name, torch.empty(one.shape, device="meta"))
-              for file in files for name, one in stored_tensors(file).items()]
-    shapes = {name: one.shape for name, one in apart(iter(stored), fp8_format, weight_map, whole=False)}
+    shapes = {name: one.shape for name, one in apart(iter(outlines(source)), fp8_format, weight_map, whole=False)}
     matrices = {name for name, shape in shapes.items() if len(shape) in (2, 3)}  # the latter: experts in one tensor
     taken = [name for name in shapes if fp8_format.quantises(name, shapes[name])]
     if not taken:
@@ -67,7 +64,7 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
     left = plain_modules(matrices - set(taken))
     more = {"quantization_config": {**fp8_format.config, plain_key(fp8_format.recipe): left}}
     more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    before = sum(file.stat().st_size for file in files)
+    before = sum(file.stat().st_size for file in set(tensor_files(source).values()))
     export_hf(out, source, quantised(
         apart(_tensors(source), fp8_format, weight_map, whole=False), fp8_format), config=more)
     after = sum(file.stat().st_size for file in out.glob("*.safetensors"))

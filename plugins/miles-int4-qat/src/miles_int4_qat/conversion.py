@@ -10,7 +10,7 @@ from miles_megatron import hf_config
 from miles_megatron.convert import as_stored
 from miles_megatron.disk_names import split
 from miles_megatron.readers import Readers
-from miles_megatron.shards import stored_tensors, tensor_files
+from miles_megatron.shards import outlines, tensor_files
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
@@ -32,9 +32,7 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
         if quantization:
             raise CheckpointError("the weights are already quantised", code="int4-already-quantised", who=str(source),
                                   got=quantization.get("quant_method"), fix="convert the unquantised weights")
-    files, weight_map = tensor_files(source), as_stored(source)
-    stored = [(name, torch.empty(one.shape, device="meta"))
-              for file in sorted(set(files.values())) for name, one in stored_tensors(file).items()]
+    files, weight_map, stored = tensor_files(source), as_stored(source), outlines(source)
     names = chosen(dict(split(stored, weight_map, lambda _: True)), targets)
     shapes = {name: one.shape for name, one in split(stored, weight_map, names.__contains__)}
     if not names:

@@ -67,6 +67,16 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
             for name, (dtype, shape, start, _) in entries.items()}
 
 
+def outlines(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a folder on the device meta, in the order of its files.
+
+    Raises:
+        CheckpointError: as `tensor_files` and `stored_tensors`.
+    """
+    return [(name, torch.empty(one.shape, device="meta")) for file in sorted(set(tensor_files(folder).values()))
+            for name, one in stored_tensors(file).items()]
+
+
 def read_into(stored: Stored, target: torch.Tensor) -> None:
     """Fill `target`, any shape of as many elements in the same order; a dtype of its own casts.
 

@@ -28,7 +28,7 @@ from miles_core.stages.rollout import PauseMode, Request, Response
 from miles_sglang.background import Background
 from miles_sglang.client import Answer, Client, Failed
 from miles_sglang.hardware import readers
-from miles_sglang.in_flight import InFlightRequest, ModelFacts
+from miles_sglang.in_flight import InFlightRequest, ModelFacts, drain_seconds
 from miles_sglang.launch import Server
 from miles_sglang.plugin import sglang_options
 from miles_sglang.reader import Call
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-DRAIN_SECONDS = 60.0
-"""Seconds in which aborted requests have to come back."""
 MEMORY_SECONDS = 120.0
 """Seconds that a server may take to give its memory back, or to take it again."""
 RETRIES = 8
@@ -74,8 +72,7 @@ class SglangEngine:
         self._caches = uuid.uuid4().hex  # a server that runs already may have caches of another run's version 1
         self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
-        # In a weight sync that takes less, whoever hangs is found before the sync is late.
-        self._drain_seconds = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
+        self._drain_seconds = drain_seconds(config)
         self._control = asyncio.Lock()
         self._background = Background(lambda error: self._scheduler.end(list(self._in_flight.values()), error))
         self._started = False

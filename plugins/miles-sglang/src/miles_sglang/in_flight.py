@@ -18,10 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from miles_core.config import RunConfig
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.reading import parse_json
 from miles_core.stages.rollout import Request, Response, check_request
 from miles_sglang.client import RETRACTIONS, SPECULATION, Answer, Failed
+
+
+def drain_seconds(config: RunConfig) -> float:
+    """In which ended requests come back and servers pause or go on: a minute. In a weight sync that takes less, whoever
+    hangs is found before the sync is late."""
+    return min(60.0, 0.45 * config.perf.weight_sync_timeout)
 
 
 @dataclass(frozen=True, slots=True)

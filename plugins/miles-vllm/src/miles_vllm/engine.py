@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_sglang.background import Background
-from miles_sglang.in_flight import check_lengths
+from miles_sglang.in_flight import check_lengths, drain_seconds
 
 from miles_core.config.load import vocabulary_of
 from miles_core.errors import EngineError, MilesError, SyncError
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from miles_core.stages.rollout import PauseMode
     from miles_vllm.plugin import VllmOptions
 
-DRAIN_SECONDS = 60.0
-"""Seconds in which aborted requests have to come back."""
 AGAIN = 0.5
 """Seconds after which a request that was ended, and may have been on its way, is ended again."""
 RETRIES = 8
@@ -64,8 +62,7 @@ class VllmEngine:
         self._mode = logprobs_mode(config)
         self._calls: dict[str, Call] = {}
         self._pauses, self._pulse = 0, asyncio.Event()
-        # In a weight sync that takes less, whoever hangs is found before the sync is late.
-        self._drain_seconds = min(DRAIN_SECONDS, 0.45 * config.perf.weight_sync_timeout)
+        self._drain_seconds = drain_seconds(config)
         self._control = asyncio.Lock()
         self._background = Background(lambda _: self._wake())
         self._started = False
