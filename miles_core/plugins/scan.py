@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import functools
 import glob
-import itertools
 import json
 import os
 import re
@@ -102,7 +101,7 @@ def _installed(stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
         if distribution not in plugins:
             plugins[distribution] = [Installed(name, entry, distribution, version, Path(info))
                                      for name, entry in _entries(info).items()]
-    return sorted(itertools.chain(*plugins.values()), key=lambda item: (item.name, item.distribution))
+    return sorted(sum(plugins.values(), []), key=lambda item: (item.name, item.distribution))
 
 
 def _entries(info: str) -> dict[str, str]:

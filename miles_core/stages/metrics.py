@@ -13,7 +13,8 @@ from miles_core.types import Batch, Sample
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Miles's names for what a rollout brought."""
     samples = batch.samples
-    rewards, lengths = (np.array([getattr(s, name) for s in samples]) for name in ("reward", "response_length"))
+    rewards = np.array([s.reward for s in samples])
+    lengths = np.array([s.response_length for s in samples])
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
     oldest = min((s.columns["versions"].min() for s in samples if s.response_length), default=batch.version)
     alike = [np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups if len(one.samples) > 1]
