@@ -16,7 +16,8 @@ from tests import cpu_budget
 CONFTEST = """
 from tests import cpu_budget
 cpu_budget.LIMIT = 0.5
-cpu_budget.REFERENCE = REFERENCE
+cpu_budget.REFERENCE *= LONGER
+cpu_budget.REFERENCE_START *= LONGER
 pytest_plugins = ["tests.cpu_budget"]
 """
 TESTS = """
@@ -55,9 +56,9 @@ def test_slow(): spin()
 """
 
 
-def run(tmp_path, reference, *which):
-    """Run TESTS on a machine of reference that does the work in so many seconds."""
-    (tmp_path / "conftest.py").write_text(CONFTEST.replace("= REFERENCE", f"= {reference!r}"))
+def run(tmp_path, longer, *which):
+    """Run TESTS for a machine of reference that takes so many times as long as it does."""
+    (tmp_path / "conftest.py").write_text(CONFTEST.replace("LONGER", f"{longer!r}"))
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  slow\n")
     return subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_them.py", *which],
@@ -66,7 +67,7 @@ def run(tmp_path, reference, *which):
 
 
 def test_who_uses_too_much_is_named(tmp_path):
-    done = run(tmp_path, 10.0)  # none is so slow as the machine of reference
+    done = run(tmp_path, 500.0)  # none is so slow as the machine of reference
     named = re.findall(r"^test_them.py::(\w+) used (\d+\.\d) s of CPU", done.stdout, re.MULTILINE)
     assert [name for name, _ in named] == ["test_here", "test_child", "test_child_that_goes_on"], done.stdout
     assert all(0.5 < float(seconds) < 30 for _, seconds in named)
@@ -75,7 +76,7 @@ def test_who_uses_too_much_is_named(tmp_path):
 
 
 def test_a_slower_machine_has_more_seconds(tmp_path):
-    done = run(tmp_path, cpu_budget.REFERENCE / 100, "-k", "test_quick or test_here")
+    done = run(tmp_path, 1 / 100, "-k", "test_quick or test_here")
     assert "2 passed" in done.stdout and "error" not in done.stdout, done.stdout
 
 
@@ -86,3 +87,10 @@ def test_the_limit_grows_with_slowness(slowness, seconds):
 
 def test_the_work_takes_long_enough_to_be_measured():
     assert 0.002 < cpu_budget.measure(3) < 1
+    assert 0.02 < cpu_budget.start() < 5
+
+
+def test_what_is_slowest_counts(monkeypatch):
+    monkeypatch.setattr(cpu_budget, "measure", lambda: cpu_budget.REFERENCE * 1.05)
+    monkeypatch.setattr(cpu_budget, "start", lambda: cpu_budget.REFERENCE_START * 1.4)
+    assert cpu_budget.slowness() == pytest.approx(1.4)

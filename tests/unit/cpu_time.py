@@ -1,13 +1,12 @@
 """CPU seconds of a command in a fresh interpreter, and what it imports."""
 
-import functools
 import json
 import os
 import subprocess
 import sys
 import time
 
-from tests.cpu_budget import REFERENCE, measure
+from tests.cpu_budget import REFERENCE_START, start
 
 CODE = """
 import sys
@@ -24,30 +23,26 @@ print(json.dumps([used.ru_utime + used.ru_stime, names]), file=sys.stderr)
 """
 
 
-def best(argv, cwd, enough=float("inf"), **environment):
+def best(argv, cwd, limit, **environment):
     """(least CPU seconds, top-level modules, output) of a command, the interpreter's own start included.
 
-    Of three times, and of up to twelve while they are more than `enough`: what else runs on a machine only adds to it.
+    The seconds are those of the machine of reference: where the start that tests/cpu_budget.py knows, in turns with the
+    command, takes longer than it does there, they are as many times fewer. Of three times, and of up to twelve while
+    they are more than `limit`: what else runs on a machine only adds to them.
     """
-    runs = []
+    runs, starts = [], []
     # Modules that were started once are compiled, as they are for a user, whatever this process was told.
     given = dict(os.environ, COVERAGE_PROCESS_START="", PYTHONDONTWRITEBYTECODE="", **environment)
-    while len(runs) < 3 or (len(runs) < 12 and min(runs)[0] > enough):
+    while len(runs) < 3 or (len(runs) < 12 and reference_seconds(runs, starts) > limit):
         time.sleep(len(runs) // 3)
+        starts.append(start())
         done = subprocess.run([sys.executable, "-c", CODE.format(argv=[str(a) for a in argv])], cwd=cwd, text=True,
                               capture_output=True, check=True, env=given)
         seconds, names = json.loads(done.stderr.splitlines()[-1])
         runs.append((seconds, names, done.stdout))
     assert len({out for _, _, out in runs}) == 1, "the output differs from run to run"
-    return min(runs)
+    return reference_seconds(runs, starts), *min(runs)[1:]
 
 
-@functools.cache
-def slowness() -> float:
-    """How many times as long as the machine of reference this one computes; 1 where it is as fast."""
-    return max(1.0, measure() / REFERENCE)
-
-
-def here(limit: float) -> float:
-    """CPU seconds on this machine that are `limit` on the machine of reference."""
-    return limit * slowness()
+def reference_seconds(runs, starts):
+    return min(runs)[0] / max(1.0, min(starts) / REFERENCE_START)
