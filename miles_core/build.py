@@ -76,15 +76,15 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     trainer = Untrained()
     try:
         await placement.open()
-        counted, only_train = config.rollout.num_rollout is not None, config.debug.debug_train_only
-        prompts = None if counted and only_train else parts.rollout.prompt_source[config.rollout.prompt_source](
+        counted, replays = config.rollout.num_rollout is not None, config.debug.load_debug_rollout_data
+        prompts = None if counted and replays else parts.rollout.prompt_source[config.rollout.prompt_source](
             config, parts.tokenizer, parts.read)
         if not counted:  # schedules of learning rates count to the last step
             count = config.rollout.num_epoch * len(prompts) // config.rollout.rollout_batch_size
             config = parts.config = with_values(config, "num_epoch", rollout__num_rollout=count)
         trainer = trainer if config.debug.debug_rollout_only else _host(plan.selected, parts, placement)
         trainer.timeout = config.perf.trainer_timeout
-        return await _assembled(parts, journal, placement, trainer, None if only_train else prompts)
+        return await _assembled(parts, journal, placement, trainer, None if replays else prompts)
     except BaseException:
         for part in (trainer, placement):
             with contextlib.suppress(Exception):
@@ -116,10 +116,11 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
     most = config.debug.debug_exit_after_rollout
     last = rollout.num_rollout if most is None else min(rollout.num_rollout, first + most)
-    buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else _buffer(
+    buffer = Replay(config.debug.load_debug_rollout_data, first) if prompts is None else _buffer(
         config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
-    generate = _generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt)
-    sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
+    absent = NoEngine()
+    generate = _generator(parts, engine or absent, sampling(config), "train", rollout.n_samples_per_prompt)
+    sync = absent if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
     run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
         prompts=prompts, generate=lambda slot: generate(slot.prompt, slot.begun, slot.recall),
@@ -212,7 +213,7 @@ def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
         skip_special_tokens=rollout.rollout_skip_special_tokens, ignore_eos=rollout.rollout_ignore_eos)
 
 
-def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stream: str, samples: int) -> Callable:
+def _generator(parts: Parts, engine: Engine, params: SamplingParams, stream: str, samples: int) -> Callable:
     config, hooks, tokenizer = parts.config, parts.rollout, parts.tokenizer
     how, context = hooks.generate[config.rollout.generate], config.rollout.rollout_max_context_len
     columns = Columns(hooks.columns() if hooks.columns else ())
@@ -255,7 +256,7 @@ def _scoring(parts: Parts, key: str, own: str | None = None) -> Scoring:
                    hooks.combine_rewards[rollout.combine_rewards], rollout.rm_timeout, key)
 
 
-def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
+def _datasets(parts: Parts, engine: Engine) -> list[Dataset]:
     config, datasets = parts.config, []
     for dataset in config.eval.every:
         rows = rows_of(config, dataset)
@@ -346,8 +347,15 @@ class Untrained:
     save = saved = export = close
 
 
-class Unsynced:
-    """Stands in for the weight sync when one of the two sides is not there."""
+class NoEngine:
+    """Stands in for the engine, and for the weight sync where one of the two sides is not there."""
+
+    version = 0
+
+    async def generate(self, request):
+        raise ConfigError("a generator asks for answers of the model, and the run has no engine",
+                          code="run-without-engine", who="--debug-train-only", fix="leave it out")
 
     async def sync(self, trainer, engine, version) -> dict:
+        self.version = version
         return {"tensors": 0, "bytes": 0}

@@ -62,12 +62,14 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
     if debug.load_debug_rollout_data:
         note("--load-debug-rollout-data replays saved rollouts: --debug-train-only is implied")
         config = with_values(config, "--load-debug-rollout-data", debug__debug_train_only=True)
-    elif debug.debug_train_only and config.algorithm.loss_type == "sft_loss":
-        note("--debug-train-only is not needed: supervised fine-tuning asks no engine")
-        config = with_values(config, "--loss-type sft_loss", debug__debug_train_only=False)
-    elif debug.debug_train_only:
+    elif debug.debug_train_only and config.algorithm.loss_type != "sft_loss":
         raise ConfigError("--debug-train-only needs saved rollouts", who=who(config, "debug.debug_train_only"),
                           code="train-only-without-data", fix="add --load-debug-rollout-data PATH/{rollout_id}")
+    elif "no-engine" in config.stated.get(f"generate:{config.rollout.generate}", ()) and not (
+            debug.debug_rollout_only or config.eval.every and config.eval.eval_interval):
+        config = with_values(config, f"--generate {config.rollout.generate}", debug__debug_train_only=True)
+    if config.debug.debug_train_only and config.eval.every:
+        note("nothing is evaluated: the run has no engine")
     if config.debug.debug_train_only and debug.debug_rollout_only:
         raise ConfigError("--debug-rollout-only and --debug-train-only are mutually exclusive",
                           code="debug-modes-exclusive",

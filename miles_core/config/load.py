@@ -169,7 +169,7 @@ def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected
         origin=origin, name=path.stem if path else "run",
         stated={f"{hook}:{name}": tuple(words) for one in selected for hook, name, *words in
                 (word.split(":") for word in one.manifest.provides
-                 if word.startswith(("engine:", "model_spec:", "trainer:", "weight_sync:")))})
+                 if word.startswith(("engine:", "generate:", "model_spec:", "trainer:", "weight_sync:")))})
     return Loaded(_with_model_name(config), selected, notes, assigned)
 
 

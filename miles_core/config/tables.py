@@ -262,7 +262,7 @@ class Debug:
     """Run one side alone, replay rollouts, print samples, check determinism."""
 
     debug_rollout_only: bool = option(False, "Sample and score; no trainer. The engine serves --hf-checkpoint.")
-    debug_train_only: bool = option(False, "Train on saved rollouts; no engine.")
+    debug_train_only: bool = option(False, "Start no engine: train on saved rollouts, or on rows' own answers.")
     save_debug_rollout_data: str | None = option(None, "Folder to save each rollout in; contains {rollout_id}.")
     load_debug_rollout_data: str | None = option(None, "Folder to replay; implies --debug-train-only.")
     debug_determinism: bool = option(False, "Record hashes of every weight and batch column, for `miles diff`.")
@@ -296,8 +296,9 @@ class RunConfig:
         origin: dotted key -> who set it; what is not in it is a default.
         name: the run file's stem, or "run".
         stated: "HOOK:NAME" of a part -> what its plugin states of it, the words after that in `provides`: of an engine
-            what it understands, of a weight sync what it needs of the engine, of an architecture how to read its
-            config.json. "address:KEY" of an option -> HOST:PORT of what has to run already, which `derive` adds.
+            what it understands, of a weight sync what it needs of the engine, of a generator that it asks no-engine, of
+            an architecture how to read its config.json. "address:KEY" of an option -> HOST:PORT of what has to run
+            already, which `derive` adds.
     """
 
     model: Model = field(default_factory=Model)

@@ -119,7 +119,9 @@ def _text(plan: Plan) -> list[str]:
               f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {over})",
               *sections.pop("batch arithmetic", ())]
     lines += ["", "layout", *sections.pop("layout", ())]
-    if "server_args" not in config.understood:
+    if config.debug.debug_train_only:
+        lines.append("  no engine")
+    elif "server_args" not in config.understood:
         name = plan.owner("engine").name
         where = "" if "servers" in config.understood else " in the driver's process"
         lines.append(f"  engine {name}{where}, {engine_dtype(config)}")

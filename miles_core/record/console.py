@@ -6,8 +6,8 @@ Plain lines are stable, so that scripts may grep them:
     eval arith  rollout 12  arith 0.500  arith-truncated_ratio 0.000
     Saved checkpoint to runs/demo/checkpoints (0.42s)
 
-"rollout 12/60" counts from 1: so many are done. rich is imported only for the panel. Whatever goes wrong in here, a
-closed pipe or a terminal that goes away, ends the view and never the run.
+"rollout 12/60" counts from 1: so many are done. Whatever goes wrong in here, a closed pipe or a terminal that goes
+away, ends the view and never the run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+import rich.console
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from miles_core.record.events import STAGES, stage_seconds
-
-if TYPE_CHECKING:
-    import rich.console
-    import rich.live
 
 HEADLINE = {
     "reward": ("rollout/raw_reward",),
@@ -74,7 +78,7 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         capable = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
         self._wanted = capable if live is None else live
-        self._live: rich.live.Live | None = None
+        self._live: Live | None = None
         # Re-entrant, since rich draws the panel while a method that prints above it holds the lock.
         self._mutex, self._broken = threading.RLock(), False
         self._title, self._stage = "run", "starting"
@@ -147,8 +151,6 @@ class Console:
         if self._live is None:
             self._print(text)
             return
-        from rich.text import Text
-
         self._live.console.print(Text(text, style=_LEVELS.get(level, "")), soft_wrap=True)
 
     @_guarded
@@ -186,10 +188,6 @@ class Console:
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(0, self._total - self._done)
 
     def _open_panel(self, summary: Mapping[str, str]) -> None:
-        import rich.console
-        from rich.live import Live
-        from rich.text import Text
-
         terminal = rich.console.Console(file=self._stream, force_terminal=True)
         head = Text.assemble((self._title, "bold"), *(part for key, value in summary.items()
                                                       for part in ((f"   {key} ", "dim"), value)))
@@ -202,29 +200,21 @@ class Console:
         if self._live is not None:
             self._live.refresh()
 
-    def _drawn(self) -> rich.console.RenderableType:
+    def _drawn(self) -> RenderableType:
         """The panel of now; rich's own thread asks for it, where an error would print a traceback."""
         try:
             return self._panel()
         except Exception as error:  # noqa: BLE001  see above
             return f"(the view failed: {type(error).__name__})"
 
-    def _panel(self) -> rich.console.RenderableType:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.text import Text
-
+    def _panel(self) -> RenderableType:
         rows = [self._progress(), self._numbers(), self._stages()]
         if self._evals:
             rows.append(self._evaluations())
         colour = {"completed": "green", "failed": "red"}.get(self._stage, "bright_black")
         return Panel(Group(*rows), title=Text(f" {self._title} ", "bold"), title_align="left", border_style=colour)
 
-    def _progress(self) -> rich.console.RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
+    def _progress(self) -> RenderableType:
         table = Table.grid(padding=(0, 2), expand=True)
         table.add_column(no_wrap=True)
         table.add_column(ratio=1)
@@ -239,9 +229,7 @@ class Console:
         table.add_row(doing, bar, right)
         return table
 
-    def _numbers(self) -> rich.console.RenderableType:
-        from rich.text import Text
-
+    def _numbers(self) -> RenderableType:
         line = Text(no_wrap=True, overflow="ellipsis")
         for label, value in self._latest.items():
             line.append(f"{label} ", "dim").append(_number(label, value), "bold green" if label == "reward" else "bold")
@@ -250,11 +238,8 @@ class Console:
             line.append("   ")
         return line if self._latest else Text("no rollout is done yet", "dim")
 
-    def _stages(self) -> rich.console.RenderableType:
+    def _stages(self) -> RenderableType:
         """One bar whose parts are the last rollout's stages, and the seconds below it."""
-        from rich.console import Group
-        from rich.text import Text
-
         total = sum(self._seconds.values())
         if not total:
             return Text("")
@@ -267,9 +252,7 @@ class Console:
                 legend.append(f"{stage} ", _COLOURS[stage]).append(f"{seconds:.2f}s   ", "dim")
         return Group(bar, legend)
 
-    def _evaluations(self) -> rich.console.RenderableType:
-        from rich.text import Text
-
+    def _evaluations(self) -> RenderableType:
         line = Text(no_wrap=True, overflow="ellipsis")
         for name, (rollout_id, score, first) in self._evals.items():
             line.append(f"eval {_clean(name)} ", "dim").append(f"{score:.3f}", "bold green")

@@ -19,7 +19,8 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     oldest = min((s.columns["versions"].min() for s in samples if s.response_length), default=batch.version)
     alike = [np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups if len(one.samples) > 1]
     metrics = {
-        "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
+        **({"rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples])}
+           if rewards.any() or any(s.rewards for s in samples) else {}),  # nobody has scored a demonstration
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
         **{f"rollout/response_len/{name}": getattr(np, name)(lengths) for name in ("mean", "median", "max", "min")},
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),

@@ -77,6 +77,21 @@ class Bomb:
 '''
 
 
+ASKS = '''
+"""A generator of demonstrations that the model draws itself."""
+from miles_core import hookimpl
+from miles_core.stages.rollout import single_turn
+
+
+class Asks:
+    """Offers the generator "asks"."""
+
+    @hookimpl("generate", name="asks")
+    async def asks(self, prompt, generation):
+        return await single_turn(prompt, generation)
+'''
+
+
 def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
     """Saved rollouts give the same metrics and weights; replaying implies train-only, and says so."""
     (tmp_path / "bomb.py").write_text(BOMB)
@@ -95,6 +110,29 @@ def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
     assert [event["rollout_id"] for event in on if event["event"] == "metrics"] == [3]
     uids = {one["prompt_uid"] for one in read_samples(sample_file(tmp_path / "runs/on", "rollout", 3))}
     assert uids == {12, 13, 14, 15}, "sampling goes on after the prompts that were replayed"
+
+
+def test_rows_that_bring_their_answers_are_trained_on_without_an_engine(run_file, tmp_path):
+    """An engine, which an evaluation asks for, changes nothing that is trained; what nobody scores has no reward."""
+    def trained(events):
+        return [{key: value for key, value in one.items() if "reward" not in key} for one in metrics(events)]
+
+    (tmp_path / "bomb.py").write_text(BOMB)
+    common = [run_file(), "--generate", "sft", "--loss-type", "sft_loss", "--n-samples-per-prompt", "1",
+              "--plugin", tmp_path / "bomb.py"]
+    evaluated = [*common, "--eval-prompt-data", "held", tmp_path / "eval.jsonl", "--eval-interval", "9"]
+    (tmp_path / "eval.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n')
+    alone = go([*common, "--engine", "bomb", "--rm-type", "--save", "a", "--save-hf", "hf_a"], tmp_path, "alone")
+    beside = go([*evaluated, "--save", "b", "--save-hf", "hf_b"], tmp_path, "beside")
+    assert trained(alone) == trained(beside) and weights(tmp_path / "hf_a") == weights(tmp_path / "hf_b")
+    assert not any("rollout/raw_reward" in one or one["rollout/weight_version/lag"] for one in metrics(alone))
+    told = go([*evaluated, "--engine", "bomb", "--debug-train-only"], tmp_path, "told")
+    assert trained(told) == trained(alone)
+    assert any("nothing is evaluated" in event["text"] for event in told if event["event"] == "message")
+    asks = [run_file(), "--loss-type", "sft_loss", "--generate", "asks", "--plugin", tmp_path / "asks.py"]
+    (tmp_path / "asks.py").write_text(ASKS)
+    outcome = miles(["run", *asks, "--debug-train-only", "--no-live", "--run-dir", "runs/asks"], tmp_path)
+    assert outcome.code == 1 and "[run-without-engine]" in outcome.err
 
 
 @pytest.mark.full

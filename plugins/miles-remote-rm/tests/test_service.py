@@ -335,7 +335,7 @@ def test_nobody_there_is_found_at_the_start():
     options = RemoteRmOptions(rm_url=f"http://127.0.0.1:{port}/score")
     with pytest.raises(ConfigError, match=f"cannot be reached.*{port}|{port}.*cannot be reached"):
         RemoteRm(options, config())
-    RemoteRm(options, config(debug=Debug(debug_train_only=True)))
+    RemoteRm(options, config(debug=Debug(load_debug_rollout_data="{rollout_id}")))
     with serving(answers(1.0)) as server:
         RemoteRm(RemoteRmOptions(rm_url=server.url), config())
     assert not server.bodies

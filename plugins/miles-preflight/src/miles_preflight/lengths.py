@@ -16,7 +16,7 @@ def check_lengths(config: RunConfig) -> None:
         ConfigError: names both lengths and who set them.
     """
     context, source = _context(config)
-    if config.debug.debug_train_only:
+    if config.debug.load_debug_rollout_data:
         return
     for lengths, least, keys in _lengths(config):
         stated = {key: length for key, length in zip(keys, lengths, strict=True)

@@ -32,7 +32,7 @@ def lines(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
     for one in selected:
         for row, text in _stated(one, config, rows):
             rows[row] = text if text == rows[row] else f"{text}  (plugin {one.manifest.name})"
-    return [f"{row:<12}{rows[row]}" for row in ROWS]
+    return [f"{row:<12}{rows[row]}" for row in (ROWS[:2] if config.debug.debug_train_only else ROWS)]
 
 
 def _own(config: RunConfig) -> dict[str, str]:

@@ -84,7 +84,7 @@ def begun(plugins: Sequence[Selected], config: RunConfig) -> list[File]:
     Raises:
         DataError: a file that is not there or cannot be read.
     """
-    if config.debug.debug_train_only or config.rollout.prompt_source not in OF_ROWS:
+    if config.debug.load_debug_rollout_data or config.rollout.prompt_source not in OF_ROWS:
         return []
     named = [one for one in _named(config) if format_of(one[1]) != "gym" and _here(*one)]  # which are made, not read
     if not named:

@@ -43,7 +43,7 @@ def check_statements(selected: Sequence[Selected], config: RunConfig, files: Seq
     Raises:
         ConfigError, CheckpointError, DataError: by what its plugins state the run cannot be meant.
     """
-    if not config.debug.debug_train_only:
+    if not config.debug.load_debug_rollout_data:
         _scored(selected, config, files)
     if config.trains:
         _compared(selected, config)

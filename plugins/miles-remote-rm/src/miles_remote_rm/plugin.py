@@ -48,7 +48,7 @@ class RemoteRm:
         self._keys = {"train": named, "eval": config.eval.eval_reward_key or named}
         if options.rm_url is None:  # and nobody would ask
             return
-        if options.rm_check and not config.debug.debug_train_only:
+        if options.rm_check and not config.debug.load_debug_rollout_data:
             _check_connection(options)
         self._service = Service(
             options.rm_url, timeout=options.rm_request_timeout or 0.9 * config.rollout.rm_timeout,

@@ -83,7 +83,7 @@ class RewardModel:
         """
         from miles_reward_model.group import Group
 
-        if self._group is None and not self.config.debug.debug_train_only:
+        if self._group is None and not self.config.debug.load_debug_rollout_data:
             self._group = Group(self.options, self.config, Path(run_dir))
             self._group.start()
 

@@ -37,10 +37,10 @@ class SftOptions:
 class Sft:
     """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
 
-    provides = ("answers:sft:sft_response_key", "needs-no-log-prob-pass")
+    provides = ("answers:sft:sft_response_key", "generate:sft:no-engine", "needs-no-log-prob-pass")
 
     def __init__(self, options: SftOptions, config: RunConfig):
-        rollout, replays = config.rollout, config.debug.debug_train_only
+        rollout, replays = config.rollout, config.debug.load_debug_rollout_data
         if config.algorithm.loss_type == "sft_loss" and rollout.generate == "single-turn" and not replays:
             raise ConfigError("every answer of the model would be treated as a demonstration and made more likely",
                               code="sft-loss-on-sampled-answers", got=rollout.generate,
@@ -67,8 +67,7 @@ class Sft:
 
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._config)
-        version = getattr(generation.engine, "version", 0)
-        return [to_sample(prompt, self._tokenizer, self.options, self._config, version)]
+        return [to_sample(prompt, self._tokenizer, self.options, self._config, generation.engine.version)]
 
     @hookimpl(name="sft")
     def advantage(self, batch: Batch) -> Sequence[float]:

@@ -127,7 +127,7 @@ def inductor_cache(run: Record) -> Iterator[Finding]:
 def imbalance(run: Record) -> Iterator[Finding]:
     """One stage takes most of the time."""
     seconds = [stage_seconds(event["metrics"]) for event in list(run.metrics.values())[1:][-4 * WINDOW:]]
-    if len(seconds) < WINDOW:
+    if len(seconds) < WINDOW or run.option("debug_train_only"):  # no engine idles
         return
     mean = {stage: fmean(one.get(stage, 0.0) for one in seconds) for stage in ("rollout", "score", "train", "sync")}
     total = sum(mean.values())
