@@ -184,6 +184,22 @@ def test_without_hashes_metrics_are_compared_and_said_to_be_no_proof(run):
     assert code == 2 and "rollouts 0 to 2: metrics are the same\nequal metrics do not prove equal runs" in out
 
 
+def test_runs_that_only_evaluate_are_compared_by_that(tmp_path):
+    """A run that trains as well has nothing that such a one could be held against."""
+    def evaluated(name, score):
+        written = Written(tmp_path / name).start()
+        written.journal.events.eval(0, {"eval/sums": score})
+        return written
+
+    a, b = evaluated("a", 0.5).end(), evaluated("b", 0.75).end()
+    code, out = diff(a, b)
+    assert code == 1 and "rollout 0: first difference: metrics eval/sums: 0.5 | 0.75" in out
+    assert diff(a, evaluated("c", 0.5).end())[0] == 2
+    both = evaluated("both", 0.5).rollouts(0, 1, hashes=False).end()
+    with pytest.raises(RunDirectoryError, match="runs-without-common-rollout"):
+        compare(load(a), load(both))
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path, run):
     path = run("a")
     with pytest.raises(RunDirectoryError, match=r"\[not-a-run-directory\]") as caught:

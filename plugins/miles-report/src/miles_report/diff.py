@@ -31,6 +31,7 @@ class Record:
         facts: label -> what the run was resolved to, such as {"optimizer.lr": 1e-6, "plugin grpo": "miles-grpo 0.1.0"}.
         totals: rollout -> {"weights", "batch", "grad_norm"}; empty without --debug-determinism.
         metrics: rollout -> metrics, times left out; None is a number that was not finite.
+        evaluations: rollout before which they were made -> metrics.
         status: "completed", "failed", "interrupted", or None: it is running, or was killed.
     """
 
@@ -38,6 +39,7 @@ class Record:
     facts: dict[str, object] = field(default_factory=dict)
     totals: dict[int, dict] = field(default_factory=dict)
     metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float | None]] = field(default_factory=dict)
     status: str | None = None
 
     def hashes(self, rollout_id: int) -> dict[str, dict[str, str]]:
@@ -118,6 +120,8 @@ def load(path: str | os.PathLike[str]) -> Record:
             case Kind.METRICS:
                 metrics = {name: value for name, value in event["metrics"].items() if not name.startswith("perf/")}
                 record.metrics[event["rollout_id"]] = metrics
+            case Kind.EVAL:
+                record.evaluations.setdefault(event["rollout_id"], {}).update(event["metrics"])
     record.facts = _facts(record.directory, versions)
     return record
 
@@ -130,6 +134,8 @@ def compare(one: Record, other: Record) -> Comparison:
     """
     by = "hashes" if one.totals and other.totals else "metrics"
     left, right = (one.totals, other.totals) if by == "hashes" else (one.metrics, other.metrics)
+    if not left and not right:  # both only evaluate
+        left, right = one.evaluations, other.evaluations
     common = sorted(left.keys() & right.keys())
     if not common:
         raise RunDirectoryError("these runs have no rollout in common", who=f"{one.directory}, {other.directory}",
