@@ -293,11 +293,8 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
 
 
 def _fit(column: Column, array: np.ndarray, sample: Sample, values: bool) -> np.ndarray:
-    rows = {
-        Align.TOKEN: sample.length,
-        Align.PREDICTION: sample.length - 1,
-        Align.RESPONSE: sample.response_length,
-    }.get(column.align)
+    place = grid(column.align, sample) if column.align in PER_TOKEN else None
+    rows = place and place.stop - place.start
     rank = len(column.axes) + (rows is not None)
     if array.ndim != rank or (rows is not None and len(array) != rows):
         expected = ([rows] if rows is not None else []) + list(column.axes)

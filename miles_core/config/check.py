@@ -30,7 +30,7 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
     config = _in_run_dir(config)
     with reading(f"--hf-checkpoint {config.checkpoint.hf_checkpoint}", CheckpointError):
         for step in (_debug, _required, _clip_band, colocate, _batch, _rollout, _rewards, hooks.derive,
-                     trainer_host, weight_sync, _checkpoints):
+                     trainer_host, weight_sync, _read):
             config = step(config, notes.append) if step is not None else config
         if plugins is not None:
             resolve(plugins, config)  # a part that nobody offers is told before what is wrong with files
@@ -62,9 +62,6 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
     if debug.load_debug_rollout_data:
         note("--load-debug-rollout-data replays saved rollouts: --debug-train-only is implied")
         config = with_values(config, "--load-debug-rollout-data", debug__debug_train_only=True)
-    elif debug.debug_train_only and config.algorithm.loss_type != "sft_loss":
-        raise ConfigError("--debug-train-only needs saved rollouts", who=who(config, "debug.debug_train_only"),
-                          code="train-only-without-data", fix="add --load-debug-rollout-data PATH/{rollout_id}")
     elif "no-engine" in config.stated.get(f"generate:{config.rollout.generate}", ()) and not (
             debug.debug_rollout_only or config.eval.every and config.eval.eval_interval):
         config = with_values(config, f"--generate {config.rollout.generate}", debug__debug_train_only=True)
@@ -145,8 +142,12 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
     return with_values(config, "rm_type", rollout__rm_weights=weights)
 
 
-def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
-    checkpoint = config.checkpoint
+def _read(config: RunConfig, note: Note) -> RunConfig:
+    """Saved rollouts and the reference, once plugins have decided what generates."""
+    checkpoint, debug = config.checkpoint, config.debug
+    if debug.debug_train_only and not debug.load_debug_rollout_data and config.rollout.generate == "single-turn":
+        raise ConfigError("--debug-train-only needs saved rollouts", who=who(config, "debug.debug_train_only"),
+                          code="train-only-without-data", fix="add --load-debug-rollout-data PATH/{rollout_id}")
     if not config.algorithm.needs_reference or checkpoint.ref_load is not None:
         return config
     note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")

@@ -43,6 +43,17 @@ def rollout(args, rollout_id, data_buffer, evaluation=False):
     return RolloutFnTrainOutput(groups[:args.rollout_batch_size], {"mine": rollout_id})
 
 
+def offline(args, rollout_id, data_buffer, evaluation=False):
+    """Answers that somebody wrote, and that nobody samples."""
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    for group in groups:
+        for index, sample in enumerate(group):
+            ids, answer = args.tokenizer(sample.prompt)["input_ids"], args.tokenizer(f"{index}")["input_ids"]
+            sample.tokens, sample.response_length = [*ids, *answer], len(answer)
+            sample.response, sample.reward, sample.status = f"{index}", float(index), Sample.Status.COMPLETED
+    return RolloutFnTrainOutput(groups, {})
+
+
 class Rollout(InferenceRolloutFn):
     async def _call_train(self, input):
         note("class", rollout=input.rollout_id, version=input.weight_version)
@@ -159,6 +170,15 @@ def test_a_rollout_function_of_ones_own_has_the_schedule(run, tmp_path):
     assert metrics[0]["rollout/rewards"] == pytest.approx(metrics[0]["rollout/raw_reward"] / 2), "the conversion's"
     evaluations = json.dumps([one for one in events if "eval/own" in json.dumps(one)])
     assert '"eval/own": 0.25' in evaluations
+
+
+@pytest.mark.parametrize("loss", [(), ("--loss-type", "sft_loss")])
+def test_a_rollout_function_that_samples_nothing_needs_no_engine(run, loss):
+    metrics, events, _ = run("--rollout-function-path", at("offline"), "--debug-train-only", *loss)
+    assert [one["rollout/raw_reward"] for one in metrics] == [1.5] * 2 and metrics[-1]["train/grad_norm"] > 0
+    assert not any(one["rollout/weight_version/lag"] for one in metrics)
+    assert not any("train_rollout_logprob" in name for one in metrics for name in one)
+    assert not any("engine local" in event.get("text", "") for event in events)
 
 
 def test_a_class_of_rollout_functions_builds_on_miles_own(run):

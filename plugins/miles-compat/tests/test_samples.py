@@ -27,7 +27,7 @@ from miles_core.types import Prompt, Sample, Status
 PROMPT = Prompt(0, 0, "", (1, 2))
 SESSION = SimpleNamespace(
     generation=SimpleNamespace(engine=SimpleNamespace(version=9), vocabulary=16, sampling=SamplingParams()),
-    args=SimpleNamespace(reward_key="score"))
+    args=SimpleNamespace(reward_key="score", debug_train_only=False))
 
 
 def answer(context, ids, temperature=1.0):
@@ -49,6 +49,14 @@ def test_what_is_trained_on_of_an_answer_has_its_own_log_probs(start):
     found = drawn(made([1, 2, 7, 7, 7, 7], 4, mask), PROMPT, 0, [answer([1, 2], [7, 7, 7, 7])], SESSION)
     expected = np.where(np.array(mask) > 0, [-3, -4, -5, -6], 0)
     assert found.columns["rollout_log_probs"].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, [0, 0]), ([-0.5, -1.5], [-0.5, -1.5])])
+def test_without_an_engine_tokens_and_log_probs_are_the_functions(given, expected):
+    session = SimpleNamespace(generation=SESSION.generation, args=SimpleNamespace(reward_key=None, debug_train_only=True))
+    made_up = drawn(made([1, 2, 7, 8], 2, rollout_log_probs=given), PROMPT, 0, [], session)
+    assert made_up.columns["rollout_log_probs"].tolist() == expected
+    assert made_up.columns["versions"].tolist() == [9, 9] and made_up.columns["loss_mask"].tolist() == [1, 1]
 
 
 def test_turns_may_be_picked_among_several_that_were_drawn():

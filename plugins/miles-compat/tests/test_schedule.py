@@ -71,7 +71,7 @@ def sample(tokens, length, mask, **more):
 
 SESSION = SimpleNamespace(generation=SimpleNamespace(engine=SimpleNamespace(version=9), vocabulary=16,
                                                      sampling=SamplingParams()),
-                          args=SimpleNamespace(reward_key="score"))
+                          args=SimpleNamespace(reward_key="score", debug_train_only=False))
 
 
 def test_log_probs_are_those_of_the_context_that_a_token_followed():
@@ -97,6 +97,7 @@ def test_groups_that_a_rollout_left_over_are_not_trained_on_by_other_weights():
     async def sampled(max_lag):
         engine = SimpleNamespace(version=1)
         args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=max_lag, debug_rollout_only=False,
+                               debug_train_only=False,
                                reward_key="score")
         places = Places(Numbers(), 2)
         schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: logged.update({name: value}))
@@ -123,7 +124,7 @@ def test_a_rollout_is_named_by_its_own_number_after_drops():
 
     async def sampled():
         args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
-                               reward_key="score")
+                               debug_train_only=False, reward_key="score")
         places = Places(Numbers(), 1)
         schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: None)
         for version in (1, 1, 1, 2):

@@ -115,7 +115,10 @@ def drawn(one: Any, prompt: Prompt, index: int, answers: Sequence[Drawn], sessio
     tokens, mask = _parts(one, name, generation.vocabulary, prompt=int(status.finished))
     if one.remove_sample:
         mask[:] = 0
-    log_probs, versions = _origin(tokens, mask, answers, generation, name, trains=prompt.stream == "train")
+    if session.args.debug_train_only:
+        log_probs, versions = _written(one, len(mask), generation)
+    else:
+        log_probs, versions = _origin(tokens, mask, answers, generation, name, trains=prompt.stream == "train")
     columns: dict[str, np.ndarray] = {
         "tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs, "versions": versions,
     }
@@ -174,6 +177,15 @@ def reward_of(one: Any, args: Args) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         raise HookError("a reward is no number", got=repr(value)[:100], who=WHO, code="generate-function-reward",
                         fix="set sample.reward to a float, or to a dict that has one") from None
+
+
+def _written(one: Any, size: int, generation: Generation) -> tuple[np.ndarray, np.ndarray]:
+    """[R] log-probs and [R] versions of a response that the function itself has: of a run without an engine. Log-probs
+    that it does not give are 0, which no metric takes for an engine's."""
+    import numpy as np
+
+    log_probs = np.zeros(size) if one.rollout_log_probs is None else one.rollout_log_probs
+    return np.array(log_probs, np.float32), np.full(size, generation.engine.version, np.int32)
 
 
 def _origin(tokens: np.ndarray, mask: np.ndarray, answers: Sequence[Drawn], generation: Generation, name: str, *,
