@@ -53,7 +53,8 @@ def test_what_is_trained_on_of_an_answer_has_its_own_log_probs(start):
 
 @pytest.mark.parametrize(("given", "expected"), [(None, [0, 0]), ([-0.5, -1.5], [-0.5, -1.5])])
 def test_without_an_engine_tokens_and_log_probs_are_the_functions(given, expected):
-    session = SimpleNamespace(generation=SESSION.generation, args=SimpleNamespace(reward_key=None, debug_train_only=True))
+    args = SimpleNamespace(reward_key=None, debug_train_only=True)
+    session = SimpleNamespace(generation=SESSION.generation, args=args)
     made_up = drawn(made([1, 2, 7, 8], 2, rollout_log_probs=given), PROMPT, 0, [], session)
     assert made_up.columns["rollout_log_probs"].tolist() == expected
     assert made_up.columns["versions"].tolist() == [9, 9] and made_up.columns["loss_mask"].tolist() == [1, 1]
