@@ -66,6 +66,17 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
     assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
 
 
+def test_a_run_without_an_engine_plans_none(plan):
+    """Supervised fine-tuning that evaluates nothing: no servers, and nobody to park the trainer for."""
+    flags = (*SGLANG, "--colocate", "--generate", "sft", "--loss-type", "sft_loss", "--n-samples-per-prompt", 1)
+    made = plan(*flags)
+    text = made.to_text()
+    assert "  no engine" in text and "SGLang engine" not in text and "KV cache" not in text
+    assert made.config.debug.debug_train_only and not made.config.perf.offload_train
+    assert "SGLang engine" in plan(*flags, "--eval-prompt-data", made.config.rollout.prompt_data,
+                                    "--eval-interval", 1).to_text()
+
+
 def test_the_plan_says_by_how_many_processes_answers_are_read(plan, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)), raising=False)
     line = "  answers are read by {} beside the driver"
