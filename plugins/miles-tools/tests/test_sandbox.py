@@ -66,6 +66,7 @@ from miles_tools import linux
 from miles_tools.sandbox import Limits, Sandbox
 sandbox = Sandbox(Limits(wall=60), 1)
 sleep = ("import time\\ndef f():\\n    time.sleep(60)", "tool.py", "f", {})
+sandbox.run("def f():\\n    pass", "tool.py", "f", {})  # processes that only look what the kernel allows are gone
 threading.Thread(target=sandbox.run, args=sleep, daemon=True).start()
 while len(linux.descendants(os.getpid())) < 2 or not sandbox._idle.empty():
     time.sleep(0.01)

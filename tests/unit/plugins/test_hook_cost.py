@@ -101,9 +101,15 @@ def test_the_cores_own_parts_are_not_timed(bound):
 
 
 def test_a_hook_costs_little_over_a_direct_call_and_less_where_nobody_implements_it(bound):
-    """100 ns and 30 ns where a call of a Python method takes 20; here in calls: the CPU's time, the least of many."""
+    """No more than the plainest wrapper there is adds to a call, 90 ns where a call takes 20. It is the CPU's time, the
+    least of many; how much faster a call without any wrapper is depends on the processor."""
     hooks = bound("rollout")
-    ways = {"direct": ("f(None)", {"f": hooks.instances["timed"].quick}),
+    quick = hooks.instances["timed"].quick
+
+    def wrapped(*args, **kwargs):
+        return quick(*args, **kwargs)
+
+    ways = {"direct": ("f(None)", {"f": quick}), "wrapped": ("f(None)", {"f": wrapped}),
             "bound": ("f(None)", {"f": hooks.reward["quick"]}),
             "absent": ("if h.shape_rewards is not None: h.shape_rewards(None)", {"h": hooks}), "empty": ("pass", {})}
     timers = {way: timeit.Timer(statement, timer=time.thread_time, globals=names)
@@ -114,5 +120,5 @@ def test_a_hook_costs_little_over_a_direct_call_and_less_where_nobody_implements
             least[way] = min(least[way], timer.timeit(5000))
     cost = {way: took - least["empty"] for way, took in least.items()}
     print({way: round(took / 5000 * 1e9) for way, took in cost.items()})
-    assert cost["bound"] - cost["direct"] <= 6 * cost["direct"]
+    assert cost["bound"] <= 1.2 * cost["wrapped"]
     assert cost["absent"] <= 1.5 * cost["direct"]
