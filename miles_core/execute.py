@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.config.environment import relevant
 from miles_core.config.load import with_values
-from miles_core.errors import CheckpointError, DiedError, EngineDiedError, MilesError
+from miles_core.errors import CheckpointError, DiedError, EngineDiedError, MilesError, RunDirectoryError
 from miles_core.plugins import lock
 from miles_core.plugins.plan import Plan
 from miles_core.record import stall
@@ -205,8 +205,8 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         if late and status == "completed":
             late[0].exit_code = 1
             raise late[0]
-        for other in late if error is not None else ():  # the run's own error matters more
-            if str(other) not in ("", str(error)):  # a full disk is one thing to say; a cancelled wait says nothing
+        for other in late if error is not None else ():  # a full disk is one thing to say, and a cancelled wait none
+            if str(other) not in ("", str(error)) and not {type(error), type(other)} <= {RunDirectoryError}:
                 error.add_note(f"while stopping: {other}")
     return 0
 
