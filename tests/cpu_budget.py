@@ -28,8 +28,9 @@ LIMIT = 10.0
 REFERENCE = 0.0214
 """CPU seconds of `work` on one of the two cores of docs/benchmarks.md; `python tests/cpu_budget.py` measures them."""
 REFERENCE_START = 0.12
-"""CPU seconds of `start` there. Files, memory and the kernel may be slow where `work`, which stays in the cache, is
-not: neighbours of a virtual machine have doubled the one and not the other."""
+"""CPU seconds of `start` there, by what `miles --help` and --plan took there and take of a `start` elsewhere. Files,
+memory and the kernel may be slow where `work`, which stays in the cache, is not: neighbours of a virtual machine have
+doubled the one and not the other."""
 SAME, ROOM = 1.1, 1.5
 """Up to SAME times as long as there, a machine counts as equally fast. A slower one has ROOM beside its slowness: what
 a test does need not be slower by the same factor."""
