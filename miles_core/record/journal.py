@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from miles_core.columns import read_only
 from miles_core.errors import MilesError
 from miles_core.plugins.bind import Hooks
-from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
 from miles_core.record.faults import FAULTS
 from miles_core.record.samples import write_samples
 from miles_core.types import Batch, Sample
+
+if TYPE_CHECKING:
+    from miles_core.record.console import Console  # and rich, which no rank of a trainer draws with
 
 
 class Views:
