@@ -118,9 +118,8 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     last = rollout.num_rollout if most is None else min(rollout.num_rollout, first + most)
     buffer = Replay(config.debug.load_debug_rollout_data, first) if prompts is None else _buffer(
         config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
-    absent = NoEngine()
-    generate = _generator(parts, engine or absent, sampling(config), "train", rollout.n_samples_per_prompt)
-    sync = absent if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
+    sync = NoEngine() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
+    generate = _generator(parts, engine or sync, sampling(config), "train", rollout.n_samples_per_prompt)
     run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
         prompts=prompts, generate=lambda slot: generate(slot.prompt, slot.begun, slot.recall),

@@ -58,14 +58,14 @@ def _clip_band(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _debug(config: RunConfig, note: Note) -> RunConfig:
-    debug = config.debug
+    debug, generator = config.debug, config.rollout.generate
+    evaluates = config.eval.every and config.eval.eval_interval
     if debug.load_debug_rollout_data:
         note("--load-debug-rollout-data replays saved rollouts: --debug-train-only is implied")
         config = with_values(config, "--load-debug-rollout-data", debug__debug_train_only=True)
-    elif "no-engine" in config.stated.get(f"generate:{config.rollout.generate}", ()) and not (
-            debug.debug_rollout_only or config.eval.every and config.eval.eval_interval):
-        config = with_values(config, f"--generate {config.rollout.generate}", debug__debug_train_only=True)
-    if config.debug.debug_train_only and config.eval.every:
+    elif "no-engine" in config.stated.get(f"generate:{generator}", ()) and not (evaluates or debug.debug_rollout_only):
+        config = with_values(config, f"--generate {generator}", debug__debug_train_only=True)
+    if config.debug.debug_train_only and evaluates:
         note("nothing is evaluated: the run has no engine")
     if config.debug.debug_train_only and debug.debug_rollout_only:
         raise ConfigError("--debug-rollout-only and --debug-train-only are mutually exclusive",

@@ -296,9 +296,8 @@ class RunConfig:
         origin: dotted key -> who set it; what is not in it is a default.
         name: the run file's stem, or "run".
         stated: "HOOK:NAME" of a part -> what its plugin states of it, the words after that in `provides`: of an engine
-            what it understands, of a weight sync what it needs of the engine, of a generator that it asks no-engine, of
-            an architecture how to read its config.json. "address:KEY" of an option -> HOST:PORT of what has to run
-            already, which `derive` adds.
+            what it understands, of a weight sync what it needs of the engine, of a generator no-engine if it asks none,
+            of an architecture how to read config.json. `derive` adds "address:KEY" -> HOST:PORT that an option needs.
     """
 
     model: Model = field(default_factory=Model)

@@ -122,9 +122,8 @@ def _text(plan: Plan) -> list[str]:
     if config.debug.debug_train_only:
         lines.append("  no engine")
     elif "server_args" not in config.understood:
-        name = plan.owner("engine").name
         where = "" if "servers" in config.understood else " in the driver's process"
-        lines.append(f"  engine {name}{where}, {engine_dtype(config)}")
+        lines.append(f"  engine {plan.owner('engine').name}{where}, {engine_dtype(config)}")
     for title, more in sections.items():
         lines += ["", title, *more]
     changed = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
