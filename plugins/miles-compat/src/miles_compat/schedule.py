@@ -340,7 +340,7 @@ class Evaluations:
             number = asked[str(list(ids))]
             return f"eval-{digest}-{number}", rng.key(self._args.rollout_seed, "eval/function", int(digest, 16), number)
 
-        version = getattr(generation.engine, "version", 0)
+        version = generation.engine.version
         token = CURRENT.set(Session(self._args, generation, name, self._args.rollout_max_context_len))
         try:
             answer = await called(self._function, self._args, RolloutFnEvalInput(max(version - 1, 0), version), None)
