@@ -70,7 +70,7 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/tasks.py", "--model examples/arithmetic/tiny-qwen3 --tiny --tasks gcd spell_backward --answers text "
      "--prompts 2 --tokens 8 --folder {folder}", 1),
     ("tests/gpu/trainer_speed.py", "qwen3-0.6b moe-4b", 4),
-    ("tests/gpu/whole_step.py", "moe-4b --tiny --tokens 8 --requests 16 --rollouts 2 --folder {folder}", 1),
+    ("tests/gpu/whole_step.py", "moe-4b --tiny --tokens 8 --requests 16 --rollouts 2 --profile --folder {folder}", 1),
 ]  # fmt: skip
 UNREAD = ("tests/gpu/probe.py", "tests/gpu/sync_speed.py")
 """These look for a GPU at once, and are imported."""

@@ -3,6 +3,7 @@
     python tests/gpu/whole_step.py qwen3-0.6b moe-4b                    with plugin r3 where there are experts
     python tests/gpu/whole_step.py qwen3-0.6b --also=--deterministic-mode    the same run under further flags, too
     python tests/gpu/whole_step.py qwen3-0.6b --flags="--trainer fsdp" --also=--true-on-policy-mode --rollouts 20
+    python tests/gpu/whole_step.py qwen3-0.6b --profile                 and where the GPU waits in its last step
     python tests/gpu/whole_step.py qwen3-0.6b --apart                   two GPUs, one for each side, with --max-lag 1
     python tests/gpu/whole_step.py moe-4b --tiny                        the same code on a CPU, with the local engine
 
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from burst import ROLLOUT
 from moe import DATA, SGLANG, ended, started
+from traces import waiting
 from trainer_speed import SHAPES
 
 from miles_core.record.events import read
@@ -64,6 +66,9 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
              "--rollout-ignore-eos", "--rollout-max-response-len", args.tokens, "--n-samples-per-prompt", 8,
              "--rollout-batch-size", args.requests // 8, "--max-tokens-per-gpu", args.cap,
              "--plugin", "tests/gpu/burst.py", *words]
+    if args.profile:
+        flags += ["--use-pytorch-profiler", "--profile-target", "train_actor",
+                  "--profile-step-start", args.rollouts - 1, "--profile-step-end", args.rollouts]
     if args.tiny:
         flags += ["--engine", "local"]
     else:
@@ -71,6 +76,8 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
                   "--sglang-cuda-graph-max-bs", args.requests, "--sglang-mem-fraction-static", args.fraction]
     steps = ended(started(folder, list(map(str, flags)), recipe="examples/demo.toml"), folder,
                   time.monotonic() + args.seconds)
+    for path in (folder / "profile").glob("*.json.gz"):
+        print(*waiting(path), sep="\n", flush=True)
     syncs = [event for event in read(folder / "events.jsonl") if event["event"] == "weight_sync"] if steps else []
     print("the last syncs:", json.dumps(syncs[-2:]), flush=True)
     return steps
@@ -112,6 +119,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400, help="of each run and server")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-whole-step"))
     parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="measure the parts, too")
+    parser.add_argument("--profile", action="store_true", help="where the GPU waits in the last rollout's step")
     parser.add_argument("--apart", action="store_true", help="a GPU for each side, and sampling ahead of training")
     parser.add_argument("--tiny", action="store_true")
     args, failed = parser.parse_args(), 0
