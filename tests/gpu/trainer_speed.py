@@ -67,13 +67,13 @@ trainer_host = "thread"
 """
 
 
-def rollout(tokens: int, length: int, vocabulary: int = 150_000):
-    """A batch that fills one micro-batch: samples of `length` tokens, of which an eighth is the prompt."""
+def rollout(tokens: int, length: int, vocabulary: int = 150_000, asked: int = 0):
+    """A batch of so many tokens: samples of `length` tokens, of which `asked` or else an eighth are the prompt's."""
     import numpy as np
 
     from miles_core.types import Batch, Group, Prompt, Sample, Status
 
-    draw, first = np.random.default_rng(0), length // 8
+    draw, first = np.random.default_rng(0), asked or length // 8
 
     def sample(prompt: Prompt, index: int) -> Sample:
         answer = length - first
@@ -119,7 +119,7 @@ def profiled(call, profile: list[dict[str, object]]) -> None:
 
 
 def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], *, whole: int = 0,
-            profile: bool = False) -> dict[str, object]:
+            asked: int = 0, profile: bool = False) -> dict[str, object]:
     """One case, in this process; the first step pays for kernels that are chosen and compiled. A step has one
     micro-batch, or `whole` tokens."""
     from miles_megatron import estimate
@@ -134,7 +134,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
                                                 groups=whole // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
     case = Case(plan.selected, plan.config, Rank())
-    figures, trainer = case.train(rollout(whole, length), steps, profile)[0], case.trainer
+    figures, trainer = case.train(rollout(whole, length, asked=asked), steps, profile)[0], case.trainer
     seconds, counted = figures["seconds"], figures["peak"]
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
@@ -174,6 +174,7 @@ def main() -> int:
     arguments.add_argument("shapes", nargs="*", default=["qwen3-0.6b", "qwen3-4b"])
     arguments.add_argument("--tokens", type=int, default=16384)
     arguments.add_argument("--length", type=int, default=2048)
+    arguments.add_argument("--prompt", type=int, default=0, help="of --length; an eighth by default")
     arguments.add_argument("--micro-batches", type=int, default=1)
     arguments.add_argument("--samples", type=int, default=0, help="of a step, instead of full micro-batches")
     arguments.add_argument("--steps", type=int, default=4)
@@ -185,7 +186,7 @@ def main() -> int:
     if given.here:
         found = measure(given.shapes[0], given.tokens, given.length, given.steps, shlex.split(given.flags or ""),
                         whole=given.samples * given.length or given.tokens * given.micro_batches,
-                        profile=given.profile)
+                        asked=given.prompt, profile=given.profile)
         print(json.dumps(found))
         return 0
     cases = ["", "--recompute-granularity full"] if given.flags is None else [given.flags]
@@ -193,8 +194,8 @@ def main() -> int:
         for flags in cases:
             measured = in_process(__file__, [
                 "--here", shape, "--tokens", given.tokens, "--length", given.length, "--steps", given.steps,
-                f"--flags={flags}", "--micro-batches", given.micro_batches, "--samples", given.samples,
-                *(["--profile"] if given.profile else [])], given.limit)
+                "--prompt", given.prompt, f"--flags={flags}", "--micro-batches", given.micro_batches,
+                "--samples", given.samples, *(["--profile"] if given.profile else [])], given.limit)
             ended = isinstance(measured, dict)
             good = ended and abs(measured["off"]) <= 0.1
             failed += not good

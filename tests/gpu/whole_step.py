@@ -86,8 +86,9 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
 def step_alone(shape: str, args: argparse.Namespace) -> float:
     """Seconds of an optimizer step on as many samples of the same length as a rollout has, by trainer_speed.py."""
     done = subprocess.run([sys.executable, Path(__file__).with_name("trainer_speed.py"), "--here", shape,
-                           "--tokens", str(args.cap), "--length", str(args.tokens + PROMPT), "--steps", "4",
-                           "--samples", str(args.requests)], capture_output=True, text=True, timeout=args.seconds)
+                           "--tokens", str(args.cap), "--length", str(args.tokens + PROMPT), "--prompt", str(PROMPT),
+                           "--steps", "4", "--samples", str(args.requests)],
+                          capture_output=True, text=True, timeout=args.seconds)
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
     warm = json.loads(done.stdout.splitlines()[-1])["seconds"]["step"][1:]
