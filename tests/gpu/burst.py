@@ -17,12 +17,14 @@ ROLLOUT = 3
 
 
 class Burst:
-    """Writes burst.json into the run's directory: seconds and new tokens. Of a run with one server."""
+    """Writes burst.json into the run's directory: new tokens, and seconds of the same requests; where the run asks for
+    routes, also without them. Of a run with one server."""
 
     name = "burst"
 
     def __init__(self, config: RunConfig):
         self.run_dir, self.rollouts = Path(config.checkpoint.run_dir), 0
+        self.routes = bool(config.surface("server").get("enable_return_routed_experts"))
 
     @hookimpl
     def shape_rewards(self, groups: list) -> list:
@@ -35,10 +37,12 @@ class Burst:
             bodies = [{"input_ids": list(group.prompt.token_ids), "return_logprob": True,
                        "sampling_params": {"temperature": 1.0, "max_new_tokens": sample.response_length,
                                            "ignore_eos": True}} for group in groups for sample in group.samples]
-            seconds = [timed(ports[-1], bodies) for _ in range(3)][1:]  # the first may compile
-            tokens = sum(body["sampling_params"]["max_new_tokens"] for body in bodies)
-            (self.run_dir / "burst.json").write_text(
-                json.dumps({"seconds": sum(seconds) / len(seconds), "tokens": tokens}))
+            found = {"tokens": sum(body["sampling_params"]["max_new_tokens"] for body in bodies)}
+            for name, routes in [("seconds", self.routes), ("without_routes", False)][:1 + self.routes]:
+                same = [body | {"return_routed_experts": routes} for body in bodies]
+                seconds = [timed(ports[-1], same) for _ in range(3)][1:]  # the first may compile
+                found[name] = sum(seconds) / len(seconds)
+            (self.run_dir / "burst.json").write_text(json.dumps(found))
         return groups
 
 

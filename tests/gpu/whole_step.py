@@ -138,8 +138,11 @@ def main() -> int:
             print(f"{shape}: a step takes {one['perf/step_time'] / means[0]['perf/step_time']:.3f} of the first's")
         alone = args.folder / f"run-{shape}-0/burst.json"
         if args.alone and means and alone.is_file():
-            engine, step = json.loads(alone.read_text())["seconds"], step_alone(shape, args)
+            burst, step = json.loads(alone.read_text()), step_alone(shape, args)
+            engine = burst["seconds"]
             whole, rollout = means[0]["perf/step_time"], means[0]["perf/rollout_time"]
+            if "without_routes" in burst:
+                print(f"{shape}: engine alone, asked for no routes {burst['without_routes']:.2f} s")
             print(f"{shape}: engine alone {engine:.2f} s, optimizer step alone {step:.2f} s; whole step {whole:.2f} s, "
                   f"{whole / (engine + step):.3f} of their sum, {whole / max(engine, step):.3f} of the slower; "
                   f"rollout {rollout:.2f} s, {rollout / engine:.3f} of the engine alone", flush=True)
