@@ -215,6 +215,15 @@ def test_samples_are_offered_newest_first_of_all_and_read_within_limits(tmp_path
     assert watched.samples("rollout", "119") is None
 
 
+def test_a_sample_file_that_comes_in_the_same_tick_as_another_is_offered(tmp_path):
+    (tmp_path / "samples").mkdir()
+    watched, now = Watched(tmp_path), time.time_ns() + 10**9
+    for rollout_id in range(2):
+        (tmp_path / "samples" / f"rollout_{rollout_id:06d}.jsonl").write_text("")
+        os.utime(tmp_path / "samples", ns=(now, now))
+        assert len(watched.document()["samples"]) == rollout_id + 1
+
+
 def test_refusals(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="this is a file"):
