@@ -4,13 +4,15 @@ import asyncio
 import itertools
 import os
 import re
+import select
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
-from miles_tools import linux
+from miles_tools import linux, sandbox_supervisor
 from miles_tools.sandbox import Isolation, Limits, Sandbox, SandboxError, candidates, explain, weakness
 from miles_tools.sandbox_supervisor import empty, held
 
@@ -63,7 +65,7 @@ def f():
 
 DRIVER = """
 import os, threading, time
-from miles_tools import linux
+from miles_tools import linux, sandbox_supervisor
 from miles_tools.sandbox import Limits, Sandbox
 sandbox = Sandbox(Limits(wall=60), 1)
 sleep = ("import time\\ndef f():\\n    time.sleep(60)", "tool.py", "f", {})
@@ -140,6 +142,24 @@ def test_cpu_seconds_end_what_hides_from_the_clock(sandbox):
         assert time.monotonic() - begin < 9
     finally:
         strict.close()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_supervisor_that_looks_late_sees_first_what_has_ended(monkeypatch, ends):
+    child = subprocess.Popen([sys.executable, "-c", "" if ends else "input()"], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
+    if ends:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    clock, look = itertools.count(0, 1000), select.select
+    quiet, end = os.pipe()  # in the place of the standard input, which is the driver's
+    with child, monkeypatch.context() as late:
+        late.setattr(time, "monotonic", lambda: next(clock))
+        late.setattr(select, "select", lambda reading, *rest: look([one or quiet for one in reading], *rest))
+        pipe = child.stdout.fileno()
+        assert sandbox_supervisor.watch(child.pid, {pipe: b""}, -1, types.SimpleNamespace(output=99)) == (
+            None if ends else "time")
+    for one in (quiet, end):
+        os.close(one)
 
 
 def test_a_daemon_does_not_outlive_its_call(sandbox):
