@@ -1,6 +1,7 @@
 """The outbox of trackers: what is handed over arrives in order, and a service that fails or hangs holds up nothing."""
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -125,6 +126,24 @@ def test_a_service_that_comes_back_gets_everything(tmp_path, monkeypatch):
         outbox.metrics(0, {"train/loss": 0.5})
     outbox.finish("completed")
     assert len(board.opened) > 1 and board.got == [("open", 0), ("log", 0, {"train/loss": 0.5}), ("close", "completed")]
+
+
+def test_a_service_is_opened_once_more_when_the_run_ends_amid_an_attempt(tmp_path):
+    board, opened = Board(refuses={"open"}), Board.open
+
+    def first(start):
+        board.open = functools.partial(opened, board)
+        assert outbox._ending.wait(20)
+        try:
+            board.open(start)
+        finally:
+            board.refuses.clear()
+
+    board.open, outbox = first, Outbox(board)
+    outbox.begin(PLAN, "a1b2", None, tmp_path)
+    outbox.metrics(0, {"train/loss": 0.5})
+    outbox.finish("completed")
+    assert board.got == [("open", 0), ("log", 0, {"train/loss": 0.5}), ("close", "completed")]
 
 
 def test_a_service_that_never_opens_loses_what_was_handed_over(tmp_path):
