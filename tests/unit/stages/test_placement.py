@@ -123,7 +123,7 @@ def test_turns_end_with_an_error_inside():
         async with asyncio.timeout(1), turns("sync"):
             return True
 
-    assert asyncio.run(main())
+    assert run_virtual(main)
 
 
 # ---------------------------------------------------------------------------------------------------- environment
