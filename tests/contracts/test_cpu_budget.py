@@ -94,3 +94,10 @@ def test_what_is_slowest_counts(monkeypatch):
     monkeypatch.setattr(cpu_budget, "measure", lambda: cpu_budget.REFERENCE * 1.05)
     monkeypatch.setattr(cpu_budget, "start", lambda: cpu_budget.REFERENCE_START * 1.4)
     assert cpu_budget.slowness() == pytest.approx(1.4)
+
+
+def test_a_machine_that_has_become_slower_is_measured_again(monkeypatch):
+    found = iter([1.2, 1.0, 3.0])
+    monkeypatch.setattr(cpu_budget, "slowness", lambda: next(found))
+    budget = cpu_budget.CpuBudget()
+    assert [budget.allowed(used) for used in (9, 12, 17, 19, 40, 44)] == pytest.approx([10, 18, 18, 18, 45, 45])

@@ -98,8 +98,8 @@ def test_any_text_is_fine(text):
 @pytest.mark.parametrize("hostile", ["\\boxed{", "{", "}", "\\", "\\boxed{}", "<|a|>", "<", "$", " "])
 def test_time_is_bounded(hostile):
     text = hostile * (200_000 // len(hostile))
-    begin = time.monotonic()
+    begin = time.thread_time()
     for variant in (text, text + "}" * 30_000):
         boxed_answer(variant)
         ends_in_its_only_box(variant)
-    assert time.monotonic() - begin < 5
+    assert time.thread_time() - begin < 5

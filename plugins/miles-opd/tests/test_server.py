@@ -35,7 +35,7 @@ def teacher():
 def served(teacher, monkeypatch):
     """(answers=[status, ...]) -> the address of a server whose first answers have these statuses, then 200."""
     monkeypatch.setattr(server, "PAUSE", 0.01)
-    running = []
+    running, over = [], threading.Event()
 
     def serve(*statuses, delay=0.0, change=lambda answer: answer):
         waiting = list(statuses)
@@ -43,7 +43,8 @@ def served(teacher, monkeypatch):
         class Generate(BaseHTTPRequestHandler):
             def do_POST(self):
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                time.sleep(delay)
+                if over.wait(delay):
+                    return  # nobody waits for it any more
                 status = waiting.pop(0) if waiting else 200
                 good = status == 200 and self.path == "/generate"
                 body = json.dumps(change(score(teacher, payload)) if good else {"error": "busy"}).encode()
@@ -61,6 +62,7 @@ def served(teacher, monkeypatch):
         return f"http://127.0.0.1:{http.server_port}"
 
     yield serve
+    over.set()
     for http in running:
         http.shutdown()
         http.server_close()

@@ -1,6 +1,7 @@
 """The outbox of trackers: what is handed over arrives in order, and a service that fails or hangs holds up nothing."""
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -19,11 +20,20 @@ class Board:
 
     def __init__(self, refuses=()):
         self.got, self.gate, self.refuses, self.opened = [], threading.Event(), set(refuses), []
+        self.refused = 0
         self.gate.set()
+
+    def has_refused(self, count):
+        """Wait until it has; what came of all but the last is known by then."""
+        end = time.monotonic() + 20
+        while self.refused < count:
+            assert time.monotonic() < end
+            time.sleep(0.005)
 
     def _take(self, *entry):
         self.gate.wait(20)
         if entry[0] in self.refuses:
+            self.refused += 1
             raise ConnectionError(f"no route for {entry[0]}")
         self.got.append(entry)
 
@@ -99,7 +109,7 @@ def test_an_error_is_told_once_and_what_was_lost_at_the_end(tmp_path):
             outbox.metrics(step, {"train/loss": 0.5})
         except SendError as error:
             told.append(str(error))
-        time.sleep(0.05)
+        board.has_refused(step + 1)
     with pytest.raises(SendError) as end:
         outbox.finish("failed")
     assert len(told) == 1 and "no route for log" in told[0] and "5 entries" in str(end.value)
@@ -110,12 +120,30 @@ def test_a_service_that_comes_back_gets_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(tracker, "RETRY", 0.05)
     board = Board(refuses={"open"})
     outbox = begun(tmp_path, board)
-    time.sleep(0.2)
+    board.has_refused(2)
     board.refuses.clear()
     with pytest.raises(SendError, match="no route for open"):
         outbox.metrics(0, {"train/loss": 0.5})
     outbox.finish("completed")
     assert len(board.opened) > 1 and board.got == [("open", 0), ("log", 0, {"train/loss": 0.5}), ("close", "completed")]
+
+
+def test_a_service_is_opened_once_more_when_the_run_ends_amid_an_attempt(tmp_path):
+    board, opened = Board(refuses={"open"}), Board.open
+
+    def first(start):
+        board.open = functools.partial(opened, board)
+        assert outbox._ending.wait(20)
+        try:
+            board.open(start)
+        finally:
+            board.refuses.clear()
+
+    board.open, outbox = first, Outbox(board)
+    outbox.begin(PLAN, "a1b2", None, tmp_path)
+    outbox.metrics(0, {"train/loss": 0.5})
+    outbox.finish("completed")
+    assert board.got == [("open", 0), ("log", 0, {"train/loss": 0.5}), ("close", "completed")]
 
 
 def test_a_service_that_never_opens_loses_what_was_handed_over(tmp_path):

@@ -33,7 +33,7 @@ def config(tmp_path) -> RunConfig:
         checkpoint=Checkpoint(hf_checkpoint=str(tmp_path), run_dir=str(tmp_path / "run")),
         rollout=Rollout(engine="sglang"), debug=Debug(debug_rollout_only=True),
         options={"sglang": {"rollout_external": True, "router": "none", "health_check_interval": 0.2,
-                            "health_check_timeout": 0.5, "readers": 0}},
+                            "health_check_timeout": 10.0, "readers": 0}},
     )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_a_retracted_request_goes_on_from_its_tokens(engine_over, ask, pauses):
         await sync(engine, 1)
         call = asyncio.ensure_future(engine.generate(ask("a", 120, want=["routed_experts"])))
         for version in range(2, 2 + pauses):
-            await asyncio.sleep(0.06)
+            await wire.draws(20)
             await sync(engine, version)
         return await call, wire.requests
 
@@ -110,7 +110,7 @@ def test_in_place_versions_are_those_before_each_piece(engine_over, ask):
     async def work(engine, wire):
         await sync(engine, 1)
         call = asyncio.ensure_future(engine.generate(ask("a", 60)))
-        await asyncio.sleep(0.05)
+        await wire.draws(15)
         await engine.pause("in_place")
         await asyncio.sleep(0.02)
         before = wire.requests, len(wire.running)
@@ -335,7 +335,7 @@ def test_experts_of_tokens_that_the_server_computed_again_are_marked(ask, pieces
 def test_requests_leave_in_order_and_not_more_than_there_is_room(engine_over, ask):
     async def work(engine, *wires):
         calls = [asyncio.ensure_future(engine.generate(ask(i, 4))) for i in range(30)]
-        await asyncio.sleep(0.005)
+        await wires[0].draws(1)
         assert len(engine._scheduler.sent) == 6
         for response in await asyncio.gather(*calls):
             check(response, 4)
@@ -386,7 +386,7 @@ def test_tries_are_bounded(engine_over, ask, monkeypatch):
 def test_an_aborted_request_returns_its_tokens_wherever_it_is(engine_over, ask):
     async def work(engine, wire):
         flying, waiting = (asyncio.ensure_future(engine.generate(ask(name, 150))) for name in ("a", "b"))
-        await asyncio.sleep(0.05)
+        await wire.draws(15)
         await engine.abort(["train-a", "train-b"])
         responses = await asyncio.gather(flying, waiting)
         assert not wire.running
@@ -482,7 +482,7 @@ def test_requests_of_a_dead_server_go_to_another_and_it_comes_back_with_weights(
         await sync(engine, 1)
         one.step = two.step = 0.01
         calls = [asyncio.ensure_future(engine.generate(ask(i, 40))) for i in range(8)]
-        await asyncio.sleep(0.1)
+        await one.draws(20)
         one.alive = False
         for response in await asyncio.gather(*calls):
             check(response, 40)
@@ -493,28 +493,29 @@ def test_requests_of_a_dead_server_go_to_another_and_it_comes_back_with_weights(
             await asyncio.sleep(0.05)
         assert recovered == [["external engine 0"]] and one.version == "1"
 
-    over(engine_over, work, 2)
+    over(engine_over, work, 2, health_check_timeout=0.5)
 
 
 @pytest.mark.parametrize("path", ["pause_generation", "continue_generation"])
 def test_a_server_that_hangs_in_a_sync_is_found_before_the_sync_is_late(engine_over, path):
     """It is named and started again; the sync alone would have said that it was late."""
     async def work(engine, one, two):
+        lost = []
+        engine.event = lambda kind, **fields: lost.append(fields) if kind == "engine_lost" else None
         one.stuck = path
-        async with asyncio.timeout(1.9):
+        async with asyncio.timeout(5.7):
             await sync(engine, 1)
-        assert engine.events == ["engine_lost"] and [server.alive for server in engine.servers] == [False, True]
-        assert f"/{path}" in engine.servers[0].fault
+        assert [each["engine"] for each in lost] == ["external engine 0"] and f"/{path}" in lost[0]["why"]
         one.stuck = ""
 
-    over(engine_over, work, 2, perf=Perf(weight_sync_timeout=2.0))
+    over(engine_over, work, 2, perf=Perf(weight_sync_timeout=6.0))
 
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_silent_server_is_waited_for_while_kernels_are_compiled(engine_over, ask, monkeypatch, bounded):
-    """The health check's timeout here is half a second."""
     async def work(engine, one, two):
-        running = ["nvcc"]
+        running, told = ["nvcc"], []
+        engine.event = lambda kind, **fields: told.append(kind) if fields.get("engine") == "external engine 0" else None
 
         async def compilers(server):  # the other server's, for whose lock it waits
             return running if server is engine.servers[1] else []
@@ -523,17 +524,19 @@ def test_a_silent_server_is_waited_for_while_kernels_are_compiled(engine_over, a
         call = asyncio.ensure_future(engine.generate(ask("a", 40)))
         await asyncio.sleep(0.1)
         one.alive = False
-        await asyncio.sleep(1.5)
+        while not told:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.8)
         if not bounded:
-            assert engine.events == ["engine_compiles"] and engine.servers[0].alive, "said once"
+            assert told == ["engine_compiles"] and engine.servers[0].alive, "said once"
             running.clear()
         while engine.servers[0].alive:
             await asyncio.sleep(0.05)
-        assert engine.events[:2] == ["engine_compiles", "engine_lost"]
+        assert told[:2] == ["engine_compiles", "engine_lost"]
         one.alive = True
         check(await call, 40)
 
-    over(engine_over, work, 2, **({"server_start_timeout": 2.5} if bounded else {}))
+    over(engine_over, work, 2, health_check_timeout=0.5, **({"server_start_timeout": 2.5} if bounded else {}))
 
 
 def test_a_server_is_not_dead_because_the_driver_was_busy(engine_over, ask):

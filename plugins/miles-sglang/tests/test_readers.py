@@ -58,8 +58,7 @@ def test_an_update_in_the_middle_leaves_each_token_with_its_version(engine_over,
             wire.version = "1"
             await engine.confirm(engine.servers, 1)
             call = asyncio.ensure_future(engine.generate(ask("a", 150, want=["routed_experts"])))
-            await running(wire, 1)
-            await asyncio.sleep(0.1)
+            await wire.draws(40)
             await engine.pause(mode)
             wire.version = "2"
             await engine.confirm(engine.servers, 2)

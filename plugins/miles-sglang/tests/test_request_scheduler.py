@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from miles_sglang.request_scheduler import RequestScheduler
+from miles_testing.clock import run_virtual
 
 
 class Waiting:
@@ -32,4 +33,4 @@ def test_requests_that_come_together_are_spread_with_one_look_at_the_servers(ser
         scheduler.end(requests[-1:])
         assert await asyncio.wait_for(calls[-1], 5) is None
 
-    asyncio.run(story())
+    run_virtual(story)

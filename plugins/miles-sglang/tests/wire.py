@@ -37,7 +37,7 @@ class Wire:
         self.calls: list[tuple[str, dict]] = []
         self.running: dict[str, bool] = {}
         self.loader = ["miles_weights.load"]
-        self.alive, self.held, self.stuck = True, False, ""
+        self.alive, self.held, self.stuck, self.drawn = True, False, "", 0
 
     async def __aenter__(self) -> Wire:
         app = web.Application()
@@ -54,6 +54,13 @@ class Wire:
     async def __aexit__(self, *error: object) -> None:
         self.alive = True
         await self._runner.cleanup()
+
+    async def draws(self, tokens: int) -> None:
+        """Wait until it has drawn so many more."""
+        end = self.drawn + tokens
+        async with asyncio.timeout(20):
+            while self.drawn < end:
+                await asyncio.sleep(0.001)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -83,6 +90,7 @@ class Wire:
             token = next_token(ids)
             drawn.append([log_prob(ids, token), token, None])
             ids.append(token)
+            self.drawn += 1
             if not self.running[body["rid"]]:
                 reason = {"type": "abort", "message": "Aborted"}
             elif token in params["stop_token_ids"]:

@@ -1,15 +1,18 @@
 """The sandbox against tools that mean harm: each is ended within its limit, named, and leaves nothing behind."""
 
 import asyncio
+import itertools
 import os
 import re
+import select
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
-from miles_tools import linux
+from miles_tools import linux, sandbox_supervisor
 from miles_tools.sandbox import Isolation, Limits, Sandbox, SandboxError, candidates, explain, weakness
 from miles_tools.sandbox_supervisor import empty, held
 
@@ -62,7 +65,7 @@ def f():
 
 DRIVER = """
 import os, threading, time
-from miles_tools import linux
+from miles_tools import linux, sandbox_supervisor
 from miles_tools.sandbox import Limits, Sandbox
 sandbox = Sandbox(Limits(wall=60), 1)
 sleep = ("import time\\ndef f():\\n    time.sleep(60)", "tool.py", "f", {})
@@ -141,6 +144,24 @@ def test_cpu_seconds_end_what_hides_from_the_clock(sandbox):
         strict.close()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_supervisor_that_looks_late_sees_first_what_has_ended(monkeypatch, ends):
+    child = subprocess.Popen([sys.executable, "-c", "" if ends else "input()"], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
+    if ends:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    clock, look = itertools.count(0, 1000), select.select
+    quiet, end = os.pipe()  # in the place of the standard input, which is the driver's
+    with child, monkeypatch.context() as late:
+        late.setattr(time, "monotonic", lambda: next(clock))
+        late.setattr(select, "select", lambda reading, *rest: look([one or quiet for one in reading], *rest))
+        pipe = child.stdout.fileno()
+        assert sandbox_supervisor.watch(child.pid, {pipe: b""}, -1, types.SimpleNamespace(output=99)) == (
+            None if ends else "time")
+    for one in (quiet, end):
+        os.close(one)
+
+
 def test_a_daemon_does_not_outlive_its_call(sandbox):
     before = set(os.listdir("/proc"))
     outcome = run(sandbox, DAEMON)
@@ -202,17 +223,17 @@ def test_without_namespaces_a_tool_still_has_a_directory_of_its_own(sandbox):
 
 def test_calls_run_side_by_side_and_know_nothing_of_each_other():
     sandbox = Sandbox(Limits(wall=3.0), workers=3)
-    source = ("import time\nstate = []\ndef f(x):\n    state.append(x)\n    time.sleep(0.3)\n    print('hello', x)\n"
-              "    return state")
+    source = ("import time\nstate = []\ndef f(x):\n    begin = time.monotonic()\n    state.append(x)\n"
+              "    time.sleep(0.3)\n    print('hello', x)\n    return state, begin, time.monotonic()")
     try:
         async def all_of_them():
             return await asyncio.gather(*(sandbox.call(source, "tool.py", "f", {"x": i}) for i in range(6)))
 
-        begin = time.monotonic()
         found = asyncio.run(all_of_them())
-        assert [outcome.value for outcome in found] == [[i] for i in range(6)]
+        assert [outcome.value[0] for outcome in found] == [[i] for i in range(6)]
         assert [outcome.output for outcome in found] == [f"hello {i}\n" for i in range(6)]
-        assert time.monotonic() - begin < 6 * 0.3 + 1.5
+        spans = sorted(outcome.value[1:] for outcome in found)
+        assert any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans))
     finally:
         sandbox.close()
 

@@ -591,7 +591,7 @@ def test_a_failure_of_the_agent_is_never_a_sample_to_train_on():
 def test_an_engine_that_fails_is_kept_for_the_run():
     async def talk(client, session, _engine):
         await client.refused({"messages": [USER]}, 500, "the engine burns")
-        await asyncio.wait_for(session.broken(), 1)
+        await asyncio.wait_for(session.broken(), 20)
         assert isinstance(session.error, EngineError)
 
     conversing(talk, Scripted(EngineError("the engine burns")))

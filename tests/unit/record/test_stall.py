@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,12 +17,12 @@ from miles_core.record.events import read
 from miles_core.record.journal import Journal
 from miles_core.record.stall import terminable, watched
 
-SLOW = '''import asyncio, time
+SLOW = '''import asyncio, threading
 from miles_core import hookimpl
-
+told = threading.Event()
 
 def waits():
-    time.sleep(0.6)
+    told.wait(20)
 
 
 class Slow:
@@ -45,9 +46,14 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
     (tmp_path / "slow.py").write_text(SLOW)
     hooks = bind.bind(select.select([(str(tmp_path / "slow.py"), "--plugin")], []), RunConfig(), "rollout")
     console = tmp_path / "console"
+    heard = sys.modules[type(hooks.instances["slow"]).__module__].told
 
     async def run(journal):
-        with watched(journal, lambda **more: journal.event("heartbeat", **more), every=0.05, limit=0.2):
+        def beat(**more):
+            journal.event("heartbeat", **more)
+            heard.set()
+
+        with watched(journal, beat, every=0.05, limit=0.2):
             await hooks.reward[name](None)
 
     with RunDirectory(tmp_path / "run") as directory, open(console, "w") as stream:

@@ -331,7 +331,7 @@ def test_a_surplus_comes_again_once_however_fast_sampling_is(max_lag):
             await asyncio.sleep(0.001)
         producer.cancel()
 
-    asyncio.run(run())
+    run_virtual(run)
     assert trained == list(range(24)) and max(asked.values()) <= 2
 
 

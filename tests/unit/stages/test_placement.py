@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from miles_ray.cluster import Bundle, capacity
 from miles_ray.placement import seats as ray_seats
+from miles_testing.clock import run_virtual
 
 from miles_core.config.environment import environment, relevant
 from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig
@@ -100,7 +101,7 @@ def test_a_recovery_runs_beside_rollouts_and_never_amid_a_step(colocate):
         together = ["+rollout", "+train", "-train", "-rollout"]
         assert seen == (["+rollout", "-rollout", "+train", "-train"] if colocate else together)
 
-    asyncio.run(main())
+    run_virtual(main)
 
 
 def test_colocation_hands_over_only_where_both_sides_are():
@@ -122,7 +123,7 @@ def test_turns_end_with_an_error_inside():
         async with asyncio.timeout(1), turns("sync"):
             return True
 
-    assert asyncio.run(main())
+    assert run_virtual(main)
 
 
 # ---------------------------------------------------------------------------------------------------- environment

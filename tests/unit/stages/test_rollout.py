@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from miles_testing.clock import run_virtual
 
 from miles_core.errors import EngineError, RolloutError
 from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, attended, call_engine
@@ -32,7 +33,7 @@ def generation(engine: Engine, **changes) -> Generation:
 
 
 def answered(response: Response, **changes) -> Response:
-    return asyncio.run(call_engine(generation(Engine(response), **changes), REQUEST))
+    return run_virtual(lambda: call_engine(generation(Engine(response), **changes), REQUEST))
 
 
 def array(*values) -> np.ndarray:
@@ -82,7 +83,7 @@ def attend(work, seconds: float = 0.0):
         given = generation(Engine(replace(GOOD, versions=array(3, 3, 3)), seconds))
         async with within(5, lambda: AssertionError("not bounded")):
             return await attended(work(given), given, "generator 'agent', train prompt 3")
-    return asyncio.run(main())
+    return run_virtual(main)
 
 
 @pytest.mark.parametrize("turns", [0, 1])
@@ -122,7 +123,7 @@ def test_a_call_that_outlives_its_generator_bounds_nothing():
         assert await attended(work(), given, "generator") == ["done"]
         assert (await calls[0]) is GOOD
 
-    asyncio.run(main())
+    run_virtual(main)
 
 
 @pytest.mark.parametrize(("given", "held"), [(-1, -1), (0, -1), (1, 1), (40, 40)])

@@ -182,8 +182,9 @@ class Outbox:
 
     def _work(self, start: Start) -> None:
         """What the thread does: attempts to open, the last one when the run ends; then what is in the queue."""
-        while not (opened := self._try(lambda: self._open(start), 0)) and not self._ending.is_set():
-            self._ending.wait(RETRY)
+        last = False
+        while not (opened := self._try(lambda: self._open(start), 0)) and not last:
+            last = self._ending.wait(RETRY)
         while (entry := self._queue.get()) is not None:
             call, weight = entry
             if opened:

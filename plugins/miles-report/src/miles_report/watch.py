@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from urllib.parse import parse_qs, urlsplit
@@ -34,6 +35,9 @@ NEWEST = 24
 """Files of each name that are offered because they are new; the others are spread over the run."""
 FAR = 1 << 20
 """Bytes of events up to which a page is told what is new; one that is further behind gets all of it, thinned."""
+SETTLED = 2 * 10**9
+"""Nanoseconds after which a folder's time tells of every file in it. The clock of a file system moves in ticks, and
+what comes within the tick of a listing leaves the time as it was."""
 
 
 class Watched:
@@ -100,10 +104,11 @@ class Watched:
     def _offered(self) -> dict[Item, int]:
         """The files that a page may ask for -> when they were written. Listed again only when something has changed."""
         try:
-            seen = (self.run.samples.stat().st_mtime_ns, self._follower.lineage)
+            seen, now = (self.run.samples.stat().st_mtime_ns, self._follower.lineage), time.time_ns()
             if seen != self._listed[0]:
                 files = chosen(surviving(list_samples(self.run), self._follower.history), self.limits, NEWEST)
-                self._listed = (seen, {item: item[2].stat().st_mtime_ns // 1000 for item in files})
+                stamps = {item: item[2].stat().st_mtime_ns // 1000 for item in files}
+                self._listed = (seen if now - seen[0] > SETTLED else None, stamps)
         except FileNotFoundError:  # not written yet, or removed meanwhile
             self._listed = (None, {})
         return self._listed[1]

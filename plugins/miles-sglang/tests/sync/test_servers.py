@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -26,15 +26,22 @@ def says(status, body):
     return lambda handler, _path: reply(handler, status, body)
 
 
+def silent(handler, _path):
+    """Until whoever asked has gone."""
+    with suppress(OSError):
+        while handler.connection.recv(4096):
+            continue
+
+
 @pytest.mark.parametrize(("answer", "words"), [
     (says(400, {"success": False, "message": "no such tensor"}), "refused /x.*no such tensor"),
     (says(200, {"success": False, "message": "not now"}), "refused /x.*not now"),
     (lambda handler, _path: handler.connection.close(), "connection to engine 2 was lost in /x"),
-    (lambda handler, _path: time.sleep(0.6), "did not answer /x within 0.3 s"),
+    (silent, "did not answer /x within 0.3 s"),
 ])
 def test_what_a_server_does_wrong_is_said_with_its_name(answer, words):
     with server(answer) as target, pytest.raises(SyncError, match=words):
-        post(target, "x", timeout=0.3)
+        post(target, "x", timeout=0.3 if "within" in words else 20)
 
 
 def test_a_request_is_said_to_be_on_its_way_before_the_answer():

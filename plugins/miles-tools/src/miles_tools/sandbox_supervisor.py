@@ -166,21 +166,21 @@ def watch(pid: int, texts: dict[int, bytes], setup: int, settings: types.SimpleN
     try:
         while True:
             now = time.monotonic()
-            if now >= deadline:
-                return "time"
-            ready = select.select([*reading, ending, 0], [], [], min(look, deadline) - now if look > now else 0)[0]
+            ready = select.select([*reading, ending, 0], [], [], max(0.0, min(look, deadline) - now))[0]
             for pipe in reading & set(ready):
                 data = os.read(pipe, 1 << 16)
                 texts[pipe] += data
                 if not data:
                     reading.discard(pipe)
-                    deadline = now + settings.wall if pipe == setup else deadline
+                    deadline = time.monotonic() + settings.wall if pipe == setup else deadline
             if max(map(len, texts.values())) > settings.output:
                 return "output"
             if ending in ready:
                 return None
             if 0 in ready:
                 return "given up"  # the driver is gone
+            if now >= deadline and not ready:  # what ended in time is seen first, however late this process looks
+                return "time"
             if time.monotonic() >= look:
                 if broken := exceeded(settings):
                     return broken
