@@ -28,6 +28,7 @@ def plan(tmp_path):
     (["--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"], "fsdp-megatron-options",
      "tensor_model_parallel_size"),
     (["--plugin", "mtp"], "plugin-conflict", "mtp"),
+    (["--mfu-peak-tflops", "989"], "fsdp-option-without-effect", "mfu_peak_tflops"),
     (["--balance-by-flops"], "fsdp-option-without-effect", "balance_by_flops"),
     (["--actor-num-gpus-per-node", "2", "--trainer-host", "thread"], "fsdp-thread-many-ranks", "2 ranks"),
     (["--actor-num-nodes", "2", "--placement", "local"], "fsdp-many-nodes", "actor_num_nodes = 2"),
