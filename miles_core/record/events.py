@@ -142,18 +142,19 @@ class EventLog:
                 raise
 
 
-def read(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[dict]:
+def read(path: str | os.PathLike[str], *, everything: bool = False, only: tuple[bytes, ...] = (b"",)) -> Iterator[dict]:
     """The events of a file, in order; a torn last line is passed over.
 
     Args:
         everything: also what later starts have superseded.
+        only: lines that contain none of these are not parsed, such as b'"eval"'.
 
     Raises:
         RunDirectoryError: a line other than the last is damaged.
     """
     limits = [] if everything else _limits(path)
     start = 0
-    for event in _lines(path):
+    for event in _lines(path, (*only, b'"run_start"')):
         start += event["event"] == Kind.RUN_START
         lasts = event["event"] in LIFECYCLE or event["rollout_id"] is None or start >= len(limits)
         if lasts or event["rollout_id"] < limits[start][event["event"] == Kind.EVAL]:
@@ -200,9 +201,8 @@ def _lines(path: str | os.PathLike[str], only: tuple[bytes, ...] = (b"",)) -> It
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n") or b"\0" in line:  # torn: the last one; or never synced before a power cut
                 return
-            if not any(word in line for word in only):
-                continue
-            yield parsed(line, number, path)
+            if any(word in line for word in only):
+                yield parsed(line, number, path)
 
 
 def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:

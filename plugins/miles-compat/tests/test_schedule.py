@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from miles_compat.data_sources import RolloutDataSourceWithBuffer
 from miles_compat.generation import drawn, reward_of
 from miles_compat.schedule import Evaluations, Places, Schedule
 from miles_compat.session import Drawn
@@ -19,43 +20,63 @@ from miles_core.types import Prompt
 
 
 class Numbers:
-    """A source of numbered prompts whose state is the next number."""
+    """A source of numbered prompts."""
 
     data = "numbers"
 
     def __init__(self):
-        self.number = 0
+        self.number, self.again = 0, []
 
     def next(self) -> Prompt:
-        self.number += 1
-        return Prompt(self.number - 1, self.number - 1, str(self.number - 1), (1,))
+        if self.again:
+            number = self.again.pop(0)
+        else:
+            number, self.number = self.number, self.number + 1
+        return Prompt(number, number, str(number), (1,))
 
     def state_dict(self):
-        return {"next": self.number}
+        return {"next": self.number, "again": [*self.again]}
 
     def load_state_dict(self, state):
-        self.number = state["next"]
+        self.number, self.again = state["next"], [*state["again"]]
 
 
-def test_a_rollout_that_a_resumed_run_does_again_draws_the_same_prompts():
-    inner = Numbers()
-    places = Places(inner, 2)
-    for number in range(2):  # the second is under way when the state is taken, and has drawn more than it fills
-        mine = [places.next() for _ in range(2)]
-        places.begin(number)
-        first = inner.number
-        for _ in range(3):
-            inner.next()
-        if number == 0:
-            for place in mine:
-                places.filled(place)
-    state = json.loads(json.dumps(places.state_dict()))
-    again = Places(Numbers(), 2)
-    again.load_state_dict(state)
-    assert again.inner.next().uid == first == 3 and again.next().uid == 4
-    places.filled(mine[0])
-    places.filled(mine[1])
-    assert places.state_dict()["inner"] == {"next": 6}, "nothing is under way"
+def test_a_resumed_run_draws_the_prompts_that_the_unbroken_one_would():
+    """After drops, which use up places, and with groups in the buffer, whose prompts are sampled again."""
+    asked: list[list[int]] = []
+
+    def rollout(args, rollout_id, data_buffer, evaluation):
+        groups = data_buffer.get_samples(4)
+        asked.append([group[0].group_index for group in groups])
+        states.append(json.loads(json.dumps(places.state_dict())))
+        data_buffer.add_samples(groups[3:])
+        for group in groups[:3]:
+            one = group[0]
+            one.tokens, one.response_length, one.loss_mask, one.status = [1, 2], 1, [0], "completed"
+        return groups[:3]
+
+    args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
+                           debug_train_only=False, reward_key="score", n_samples_per_prompt=1, buffer_filter_path=None,
+                           apply_chat_template=False)
+    states: list[dict] = []
+
+    async def sampled(version, count):
+        schedule = Schedule(rollout, args, places, lambda args: RolloutDataSourceWithBuffer(args, places.inner),
+                            lambda name, value: None)
+        engine = SimpleNamespace(version=version)
+        for _ in range(count):
+            await schedule.group(places.next(), Generation(engine, SamplingParams(), 1, None, None, 5.0))
+        return json.loads(json.dumps(places.state_dict()))
+
+    places = Places(Numbers(), 3)
+    state = asyncio.run(sampled(1, 4))  # one of the three was dropped, so a second call was needed
+    assert asked == [[0, 1, 2, 3], [3, 4, 5, 6]] and states[1]["inner"] == {"next": 4, "again": [3]}
+    assert state["inner"] == {"next": 7, "again": [6]} and state["next"] == 4
+    for again, next_call in ((states[1], asked[1]), (state, [6, 7, 8, 9])):
+        places = Places(Numbers(), 3)
+        places.load_state_dict(again)
+        asyncio.run(sampled(2, 1))
+        assert asked[-1] == next_call
 
 
 def answer(context, ids):

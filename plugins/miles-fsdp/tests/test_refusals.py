@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from miles_testing import tiny_checkpoint
 from miles_testing.tiny import run_file
@@ -24,6 +28,7 @@ def plan(tmp_path):
     (["--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"], "fsdp-megatron-options",
      "tensor_model_parallel_size"),
     (["--plugin", "mtp"], "plugin-conflict", "mtp"),
+    (["--mfu-peak-tflops", "989"], "fsdp-option-without-effect", "mfu_peak_tflops"),
     (["--balance-by-flops"], "fsdp-option-without-effect", "balance_by_flops"),
     (["--actor-num-gpus-per-node", "2", "--trainer-host", "thread"], "fsdp-thread-many-ranks", "2 ranks"),
     (["--actor-num-nodes", "2", "--placement", "local"], "fsdp-many-nodes", "actor_num_nodes = 2"),
@@ -105,3 +110,12 @@ def test_the_trainer_names_its_plugin_and_the_plan_says_what_it_takes(plan):
 
     count = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint()).num_parameters()
     assert parameters(tiny_checkpoint()) == count and parameters(tiny_checkpoint(), beside_text=True) == 0
+
+
+def test_what_dynamo_puts_into_the_environment_is_there_before_a_rank_is_a_thread():
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    code = "import os, sys, miles_fsdp.plugin; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], 'torch' in sys.modules)"
+    unset = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    printed = subprocess.run([sys.executable, "-c", code], env=unset, check=True, timeout=60, capture_output=True)
+    assert printed.stdout.decode().split() == [default_cache_dir(), "False"]

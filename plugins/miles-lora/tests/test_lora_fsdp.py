@@ -10,10 +10,11 @@ import pytest
 import torch
 from miles_lora import peft
 from miles_lora.merging import merged
-from miles_lora.modules import named
-from miles_lora.targets import names_of
+from miles_lora.modules import attach, named
+from miles_lora.targets import Switch, names_of
 from miles_megatron.testing.ranks import batches
 from safetensors.torch import load_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from miles_core.build import trainer_part
 from miles_core.errors import CheckpointError, ConfigError
@@ -187,6 +188,19 @@ def test_layers_that_can_have_no_adapter_are_named(checkpoint, trainer, flags, c
     with pytest.raises(ConfigError) as caught:
         trainer(*flags, folder=checkpoint("moe"))
     assert caught.value.code == code and fact in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", ["all-linear", "q_proj"])
+def test_a_tower_beside_the_language_model_has_none(tmp_path, wanted):
+    """As under Megatron's trainer, whatever its layers are called."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma3Config(text_config=sizes | {"head_dim": 8, "vocab_size": 16}, vision_config=sizes)
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(config)
+    attach(model, tmp_path, (wanted,), (), peft.Shape(2, 1.0), 0, Switch())
+    adapted = [name for name, one in model.named_parameters() if one.requires_grad]
+    layers = {"all-linear": 7, "q_proj": 1}[wanted]
+    assert len(adapted) == 2 * layers and all(".language_model.layers." in name for name in adapted)
 
 
 def test_other_adapters_than_the_runs_are_refused(adapter, trainer):

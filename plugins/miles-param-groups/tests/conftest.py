@@ -13,7 +13,7 @@ SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_la
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
                decoder_sparse_step=1)
 KINDS = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS), "tied": ("qwen3", {"tie_word_embeddings": True}),
-         "deep": ("qwen3", {"num_hidden_layers": 4})}
+         "biased": ("qwen2", {}), "deep": ("qwen3", {"num_hidden_layers": 4})}
 RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "256",
        "--trainer-host", "process", "--advantage-estimator", "grpo", "--lr", "1e-2")  # fmt: skip

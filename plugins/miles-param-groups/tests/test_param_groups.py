@@ -61,6 +61,12 @@ def test_only_what_a_pattern_names_moves_by_a_bit(checkpoint, plan, one, trainer
 
 
 @TRAINERS
+def test_biases_of_frozen_weights_train(checkpoint, plan, one, trainer):
+    result = one.train(plan("--only-train-params-name-list", "bias", *trainer, kind="biased"), rollouts())
+    assert moved(result, checkpoint("biased")) == {name for name in names(checkpoint("biased")) if "bias" in name}
+
+
+@TRAINERS
 def test_routers_stay_and_all_else_moves(checkpoint, plan, one, trainer):
     result = one.train(plan("--moe-router-freeze-gate", *trainer, kind="moe"), rollouts())
     still = names(checkpoint("moe")) - moved(result, checkpoint("moe"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -40,8 +41,12 @@ def test_a_claim_is_made_then_held_then_missed(recipe, tmp_path):
     assert (recipe / "curve.svg").exists() and (recipe / "recipe.lock").exists()
 
     again = reproduce(recipe, "--out", tmp_path / "again")
-    assert again.code == 0 and "another version" not in again.out
+    assert again.code == 0 and "another version" not in again.out and "--first-seed 2" in again.out
     assert f"{claim['measured']['values'][0]:.4f}" in again.out
+
+    other = reproduce(recipe, "--first-seed", 7, "--out", tmp_path / "other")
+    plan = json.loads((tmp_path / "other" / "seed-7" / "run" / "plan.json").read_text())["options"]
+    assert plan["optimizer.seed"] == plan["rollout.rollout_seed"] == 7 and "--first-seed" not in other.out
 
     run_file = recipe / "recipe.toml"
     run_file.write_text(run_file.read_text().replace('["math"]', '["format"]'))  # every answer has it
@@ -63,6 +68,7 @@ def test_nothing_runs_without_a_claim_to_compare_with(recipe):
         outcome = reproduce(*words)
         assert outcome.code == 2 and code in outcome.err
     assert reproduce(recipe, "--write-claim").code == 2
+    assert reproduce(recipe, "--write-claim", "--seeds", 2, "--first-seed", 1).code == 2
 
 
 def test_a_folder_of_an_earlier_run_is_named(tmp_path):

@@ -53,6 +53,8 @@ def test_scores(scorers):
     assert plugin.boxed_dapo(sample(r"\boxed{Answer: 46}")) == {"score": 1.0, "acc": 1.0}
     assert plugin.f1(sample("The red cat", "a red dog")) == 0.5
     assert plugin.f1(sample("The red cat<|im_end|>", "a red cat")) == 1.0, "what ends a turn is no part of a word"
+    for end in ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>"):
+        assert plugin.dapo(sample(f"Answer: 42{end}", "42"))["score"] == 1.0, "nor of a number"
     assert plugin.gpqa(sample("The answer is B", "B")) == plugin.boxed_gpqa(sample(r"\boxed{B}", "B")) == 1.0
 
 

@@ -149,6 +149,8 @@ def test_a_resume_supersedes_what_it_does_again(tmp_path):
     write_starts(tmp_path / "e", (None, 5), (3, 6), (4, 5))
     assert lineage(tmp_path / "e") == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 3)]
     assert len(lineage(tmp_path / "e", everything=True)) == 5 + 3 + 1
+    assert lineage(tmp_path / "e", only=(b'"eval"',)) == [], "what is asked for alone is parsed"
+    assert lineage(tmp_path / "e", only=(b'"metrics"',)) == lineage(tmp_path / "e")
     assert [e["start"] for e in read(tmp_path / "e") if e["event"] == "run_start"] == [1, 2, 3]
 
 

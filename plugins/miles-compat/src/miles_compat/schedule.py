@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,15 +44,16 @@ class Places:
     Args:
         inner: where prompts come from.
         batch: groups of a rollout.
+        held: () -> numbers of the prompts that were drawn and whose groups come later.
     """
 
     inner: PromptSource
     batch: int
+    held: Callable[[], list[int]] = list
     data: str = ""
     _next: int = 0
     _again: deque[int] = field(default_factory=deque)
-    _begun: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _left: dict[int, int] = field(default_factory=dict)
+    _before: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.data = self.inner.data
@@ -71,22 +73,23 @@ class Places:
         """Hand these out again before anything else."""
         self._again.extendleft(prompt.uid for prompt in reversed(prompts))
 
-    def begin(self, rollout_id: int) -> None:
-        """A rollout draws prompts from now on; a run that resumes before its end draws the same ones."""
-        self._begun.setdefault(rollout_id, self.inner.state_dict())
-        self._left.setdefault(rollout_id, self.batch)
-
-    def filled(self, place: Prompt) -> None:
-        """A place has its group."""
-        number = place.uid // self.batch
-        self._left[number] = self._left.get(number, self.batch) - 1
-        if self._left[number] <= 0:
-            self._begun.pop(number, None)
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """The function is called: a run that resumes meanwhile draws the same prompts for it."""
+        self._before = self._position()
+        try:
+            yield
+        finally:
+            self._before = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which places come next, and what the inner source was like when the oldest rollout under way began."""
-        state = self._begun[min(self._begun)] if self._begun else self.inner.state_dict()
-        return {"next": self._next, "again": list(self._again), "inner": state, "data": self.data}
+        """Which places come next, and which prompts: those that wait in a buffer of the function come first."""
+        return {"next": self._next, "again": list(self._again), "inner": self._before or self._position(),
+                "data": self.data}
+
+    def _position(self) -> dict[str, Any]:
+        state = self.inner.state_dict()
+        return {**state, "again": [*self.held(), *state["again"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -123,9 +126,9 @@ class Schedule:
     def __init__(self, function: Callable[..., Any], args: Args, places: Places, source: Callable[..., Any],
                  log: Callable[[str, float], None]):
         self._args, self._places, self._log = args, places, log
-        self.source = source(args)
+        self.source, places.held = source(args), self._held
         self._function = _made(function, args, self.source)
-        self._ready: deque[tuple[int, Callable[[Prompt], list[Sample]]]] = deque()
+        self._ready: deque[tuple[int, Callable[[Prompt], list[Sample]], Sequence[Any]]] = deque()
         self._waiting: list[int] = []
         self._kept: list[Drawn] = []
         self._under_way: tuple[Together, asyncio.Task[None]] | None = None
@@ -143,7 +146,6 @@ class Schedule:
                 await self._call(place, generation)
         finally:
             self._waiting.remove(version)
-        self._places.filled(place)
         return take(place)
 
     async def _call(self, place: Prompt, generation: Generation) -> None:
@@ -194,13 +196,13 @@ class Schedule:
 
     async def _rollout(self, place: Prompt, session: Together) -> None:
         args, version, number = self._args, session.generation.engine.version, place.uid // self._places.batch
-        self._places.begin(number)
         if not args.debug_rollout_only:  # dropped groups use up places, so these run ahead of the rollouts
             number = min(number, max(version - 1, 0) + args.max_lag)
         token = CURRENT.set(session)
         try:
             given = RolloutFnTrainInput(number, version)
-            answer = await called(self._function, args, given, self.source)
+            with self._places.drawing():
+                answer = await called(self._function, args, given, self.source)
         finally:
             CURRENT.reset(token)
         self._kept = [answer for group in getattr(self.source, "buffer", ()) for one in flat(group)
@@ -213,7 +215,14 @@ class Schedule:
             raise HookError("the function should return groups of samples", code="rollout-function-return",
                             got=repr(groups)[:100], who=WHO,
                             fix="a list with a list of samples for each prompt, rollout_batch_size of them")
-        self._ready.extend((version, _taker(group, self.source, session)) for group in groups)
+        self._ready.extend((version, _taker(group, self.source, session), group) for group in groups)
+
+    def _held(self) -> list[int]:
+        """Numbers of the prompts of groups in the buffer, and of those that a slot is about to take."""
+        oldest = min(self._waiting, default=math.inf)  # without a slot that waits, weights are newer than what is ready
+        groups = (*getattr(self.source, "buffer", ()), *(one[2] for one in self._ready if one[0] >= oldest))
+        numbers = dict.fromkeys(one.group_index for group in groups for one in flat(group))
+        return [number for number in numbers if number in getattr(self.source, "of_uid", {})]
 
 
 def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:

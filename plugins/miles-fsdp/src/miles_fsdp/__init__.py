@@ -15,3 +15,15 @@
     ranks.py         processes that know one another, and sums over them
     refusals.py      what has no effect here and is refused; memory.py: what a plan says of memory
 """
+
+import getpass
+import os
+import tempfile
+
+try:
+    _user = getpass.getuser()
+except (KeyError, OSError):  # a container's, without a name
+    _user = f"uid_{os.getuid()}"
+# FSDP2 imports dynamo, which sets this, to the same, where nobody has: in a rank that is a thread, while others read
+# the environment or start processes with it.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{_user}"))

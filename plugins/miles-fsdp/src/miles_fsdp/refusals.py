@@ -52,10 +52,10 @@ def _options(config: RunConfig) -> None:
         raise ConfigError("the trainer fsdp has no options of Megatron-core", code="fsdp-megatron-options",
                           got=", ".join(set_), who=who(config, *(f"megatron.{name}" for name in set_)),
                           fix="leave them out, or train with --trainer megatron")
-    low = config.perf.bf16
     settings = {
         "perf.balance_by_flops": config.perf.balance_by_flops,
-        "algorithm.fp32_lm_head": config.algorithm.fp32_lm_head and low,
+        "perf.mfu_peak_tflops": config.perf.mfu_peak_tflops,
+        "algorithm.fp32_lm_head": config.algorithm.fp32_lm_head and config.perf.bf16,
         "debug.use_pytorch_profiler": config.debug.use_pytorch_profiler,
         "model.model_name": getattr(config.origin.get("model.model_name"), "kind", "derived") != "derived",
     }  # fmt: skip

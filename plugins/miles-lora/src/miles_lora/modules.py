@@ -37,8 +37,9 @@ def attach(model: PreTrainedModel, folder: Path, wanted: Sequence[str], excluded
         ConfigError: a layer that the module does not have, or that can have no adapter.
     """
     model.requires_grad_(False)
+    text = set(model.get_decoder().modules())  # not a tower beside it, as with Megatron's layers
     layers = {name: part for name, part in model.named_modules()
-              if isinstance(part, torch.nn.Linear) and _NUMBERED.search(name)}
+              if isinstance(part, torch.nn.Linear) and _NUMBERED.search(name) and part in text}
     experts = _stacked(model, folder)
     chosen = choice({*map(last, layers), *experts}, wanted, excluded)
     if stacked := sorted(chosen & experts):

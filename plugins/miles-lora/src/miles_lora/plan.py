@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_core.reading import parse_json
 from miles_lora.targets import ALL, LINEAR, last
+
+TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
+"""In the names of what reads images and sound beside a language model."""
 
 
 def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], rank: int) -> int:
@@ -37,5 +41,5 @@ def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, entry in header.items():
-            if ".layers." in name and name.endswith(".weight") and len(entry["shape"]) == 2:
+            if ".layers." in name and name.endswith(".weight") and len(entry["shape"]) == 2 and not TOWER.search(name):
                 yield name, tuple(entry["shape"])

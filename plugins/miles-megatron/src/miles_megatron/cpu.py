@@ -115,6 +115,11 @@ RULES = (
          r"\1    HAVE_TE = False\n    te_general_gemm = None", no_transformer_engine,
          "an upstream fault: the name stays undefined without Transformer Engine, so every router raises NameError",
          "megatron.core.transformer.moe.moe_utils"),
+    Rule("bias of a frozen weight", re.compile(r"return grad_input, None, None, None, None"),
+         "bias = grad_output.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None\n"
+         "        return grad_input, None, bias, None, None", always,
+         "an upstream fault: the bias of a layer whose weight is frozen has no gradient, and stays as it is",
+         "megatron.core.tensor_parallel.layers"),
     Rule("padding of a bias", re.compile(r"routing_map & \(~padding_mask\)"),
          "routing_map & ~padding_mask.unsqueeze(-1)", always,
          "an upstream fault: a mask of tokens meets one of tokens by experts, whose shapes do not fit",

@@ -21,11 +21,13 @@ RUN_FILE, LOCK, CLAIM, PICTURE = "recipe.toml", "recipe.lock", "claim.toml", "cu
 
 @click.command("reproduce")
 @click.argument("name")
-@click.option("--seeds", type=click.IntRange(1, 10), default=1, show_default=True, help="Runs, with seeds 0, 1, ...")
+@click.option("--seeds", type=click.IntRange(1, 10), default=1, show_default=True, help="Runs, with as many seeds.")
+@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True,
+              help="The seeds are this one and those after it. A claim is of seeds 0, 1, ...: others test more.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Folder for the runs; default: runs/reproduce/NAME/TIME.")
 @click.option("--write-claim", is_flag=True, help="Make what comes out the claim: claim.toml, recipe.lock, curve.svg.")
-def reproduce(name: str, seeds: int, out: Path | None, write_claim: bool) -> None:
+def reproduce(name: str, seeds: int, first_seed: int, out: Path | None, write_claim: bool) -> None:
     """Run recipes/NAME, or the recipe in a folder of that name, and compare the outcome with its claim.
 
     The exit status is 0 inside the claim's band and 1 outside. A run file's paths are relative to where you are: stand
@@ -33,8 +35,8 @@ def reproduce(name: str, seeds: int, out: Path | None, write_claim: bool) -> Non
     """
     folder = _folder(name)
     claim = claims.read(folder / CLAIM)
-    if write_claim and seeds < 2:
-        raise click.UsageError("a claim needs --seeds of 2 or more")
+    if write_claim and (seeds < 2 or first_seed):
+        raise click.UsageError("a claim needs --seeds of 2 or more, the first of which is 0")
     if not write_claim and claim.measured is None:
         raise ConfigError("nobody has measured this recipe: there is nothing to compare with",
                           code="claim-not-measured", who=str(claim.path),
@@ -45,15 +47,20 @@ def reproduce(name: str, seeds: int, out: Path | None, write_claim: bool) -> Non
     lock = _lock(folder / RUN_FILE)
     if not write_claim:
         _versions(folder / LOCK, lock)
-    curves, cpu_seconds = _curves(claim, folder / RUN_FILE, seeds, out)
+    curves, cpu_seconds = _curves(claim, folder / RUN_FILE, range(first_seed, first_seed + seeds), out)
     if write_claim:
         values = [claim.at_step(curve) for curve in curves]
         claim.write(Measured(values, curves, _about(lock, cpu_seconds)))
         (folder / LOCK).write_text(lock, encoding="utf-8")
         (folder / PICTURE).write_text(svg(claims.read(folder / CLAIM)), encoding="utf-8")
         click.echo(f"wrote {folder / CLAIM}, {LOCK}, {PICTURE}")
-    elif claim.measured is not None and not _judge(claim, claim.measured, curves, out):
-        raise SystemExit(1)
+    elif claim.measured is not None:
+        inside = _judge(claim, claim.measured, curves, out)
+        if first_seed < (measured := len(claim.measured.values)):
+            click.echo(f"The claim is of seeds 0 to {measured - 1}, so this says that its numbers come again: "
+                       f"--first-seed {measured} asks for others.")
+        if not inside:
+            raise SystemExit(1)
 
 
 def _folder(name: str) -> Path:
@@ -86,9 +93,9 @@ def _versions(path: Path, now: str) -> None:
         click.echo(f"The claim is of another version of Miles than this one: {'; '.join(changes[:3])}{more}.")
 
 
-def _curves(claim: Claim, run_file: Path, seeds: int, out: Path) -> tuple[list[Curve], float]:
+def _curves(claim: Claim, run_file: Path, seeds: range, out: Path) -> tuple[list[Curve], float]:
     curves, spent = [], 0.0
-    for seed in range(seeds):
+    for seed in seeds:
         folder = out / f"seed-{seed}"
         seconds = runs.run(run_file, seed, folder)
         curves.append(runs.curve(folder, claim.metric))
@@ -96,7 +103,7 @@ def _curves(claim: Claim, run_file: Path, seeds: int, out: Path) -> tuple[list[C
         band = f"  {claims.verdict(value, claim.measured.band())}" if claim.measured else ""
         click.echo(f"seed {seed}  {claim.metric} {value:.4f}{band}  {seconds:.0f} CPU s")
         spent += seconds
-    return curves, spent / seeds
+    return curves, spent / len(seeds)
 
 
 def _judge(claim: Claim, measured: Measured, curves: list[Curve], out: Path) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from miles_math.answer import without_end_tokens
+
 TAIL = 300
 """Characters at the end of a response in which its answer is looked for."""
 
@@ -52,6 +54,6 @@ def dapo(response: str, label: str) -> dict[str, float | str]:
     """
     wanted = str(int(float(normalised(label))))  # DAPO's labels are integers: 7.9 asks for 7
     answers = _ANSWER.findall(response[-TAIL:])
-    predicted = normalised(answers[-1] if answers else NO_ANSWER)
+    predicted = normalised(without_end_tokens(answers[-1]) if answers else NO_ANSWER)
     right = predicted == wanted
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": predicted}

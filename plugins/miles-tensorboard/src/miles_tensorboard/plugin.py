@@ -94,5 +94,6 @@ def evaluated(events: Path, rollout_id: int) -> dict[str, float]:
     """What an earlier start has measured of the weights that this rollout samples from, which stay as they are."""
     if not events.is_file():
         return {}
-    return {name: value for event in read(events) if event["event"] == Kind.EVAL and event["rollout_id"] == rollout_id
+    evals = (event for event in read(events, only=(b'"eval"',)) if event["event"] == Kind.EVAL)
+    return {name: value for event in evals if event["rollout_id"] == rollout_id
             for name, value in event["metrics"].items() if value is not None}
