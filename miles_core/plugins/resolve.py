@@ -33,8 +33,8 @@ class Choice:
 def choices(config: RunConfig) -> list[tuple[str, str, str]]:
     """(hook, name, key that chose it) for every named part that this configuration needs."""
     algorithm, rollout, perf = config.algorithm, config.rollout, config.perf
-    sft = algorithm.loss_type == "sft_loss"
-    estimator = "sft" if sft else algorithm.advantage_estimator
+    estimator = "sft" if algorithm.loss_type == "sft_loss" else algorithm.advantage_estimator
+    served = not config.debug.debug_train_only
     paths = {one["path"]: "eval.datasets" if one in config.eval.datasets else "eval.eval_prompt_data"
              for one in config.eval.every if "path" in one}
     if rollout.prompt_data is not None and rollout.prompt_source == "rows":
@@ -42,7 +42,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
     picked = [
         *{format_of(path): ("read_rows", format_of(path), key) for path, key in paths.items()}.values(),
         ("prompt_source", rollout.prompt_source, "rollout.prompt_source"),
-        ("engine", rollout.engine or "local", "rollout.engine"),
+        *[("engine", rollout.engine or "local", "rollout.engine")] * served,
         ("generate", rollout.generate, "rollout.generate"),
         *(("reward", name, "rollout.rm_type") for name in rollout.rm_type),
         *(("reward", name, "eval.datasets") for name in sorted(
@@ -57,7 +57,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
             ("policy_loss", *_policy_loss(algorithm, estimator)),
             ("reduction", reduction, "algorithm.reduction"),
             ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
-            ("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync"),
+            *[("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync")] * served,
             *((hook, config.model.model_name, "model.model_name") for hook in config.stated.get(
                 f"trainer:{perf.trainer}", ()) if hook == "model_spec" and config.model.model_name),
         ]
@@ -65,8 +65,8 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def chosen(config: RunConfig, hook: str) -> str:
-    """The name picked for a hook that has one owner."""
-    return next(name for one, name, _ in choices(config) if one == hook)
+    """The name picked for a hook that has one owner; empty where the run has no such part."""
+    return next((name for one, name, _ in choices(config) if one == hook), "")
 
 
 def _policy_loss(algorithm: Algorithm, estimator: str) -> tuple[str, str]:
@@ -80,7 +80,7 @@ def policy_loss(selected: Sequence[Selected], config: RunConfig) -> tuple[str, s
     """(name, why) of the policy loss of a run that names none: the estimator's namesake where there is one."""
     if config.algorithm.loss_type == "custom_loss":
         return "custom_loss", "--loss-type custom_loss"
-    estimator = next((name for hook, name, _ in choices(config) if hook == "advantage"), None)
+    estimator = chosen(config, "advantage")
     if any((offer.hook, offer.name) == ("policy_loss", estimator) for one in selected for offer in one.manifest.offers):
         return estimator, "namesake of the estimator"
     return "clip", "the estimator brings none"

@@ -18,7 +18,8 @@ from miles_core.types import NodeSlot
 
 
 def config(engine="sglang", **perf):
-    return RunConfig(perf=Perf(**perf), rollout=Rollout(engine=engine), checkpoint=Checkpoint(run_dir="run"))
+    return RunConfig(perf=Perf(**perf), rollout=Rollout(engine=engine), checkpoint=Checkpoint(run_dir="run"),
+                     stated={"engine:sglang": ("servers",)})
 
 
 class Place:
