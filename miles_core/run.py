@@ -291,7 +291,8 @@ class Run:
                 return
             async with within(self.config.perf.weight_sync_timeout, self._late(self.version)):
                 figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)
-        self.journal.event("engine_recovered", version=self.version, **figures)
+        self.journal.event("engine_recovered", version=self.version, **figures,
+                           text=f"a restarted engine has weight version {self.version}")
 
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
         """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due.

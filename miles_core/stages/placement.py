@@ -157,7 +157,7 @@ class Local(Leases):
 def engines(config: RunConfig) -> tuple[int, int]:
     """How many engines a placement hosts, and the GPUs of each."""
     perf, size = config.perf, config.perf.rollout_num_gpus_per_engine
-    if "servers" not in config.understood or "external" in config.understood:
+    if config.rollout.engine in (None, "local") or "external" in config.understood or config.debug.debug_train_only:
         return 0, size
     total = perf.rollout_num_gpus or (trainer_gpus(config) if perf.colocate else size)
     return max(1, total // size), size

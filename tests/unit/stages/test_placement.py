@@ -18,8 +18,7 @@ from miles_core.types import NodeSlot
 
 
 def config(engine="sglang", **perf):
-    return RunConfig(perf=Perf(**perf), rollout=Rollout(engine=engine), checkpoint=Checkpoint(run_dir="run"),
-                     stated={"engine:sglang": ("servers",)})
+    return RunConfig(perf=Perf(**perf), rollout=Rollout(engine=engine), checkpoint=Checkpoint(run_dir="run"))
 
 
 class Place:
