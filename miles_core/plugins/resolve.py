@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from miles_core import hookspecs
 from miles_core.config.surfaces import advice, surfaces_of
-from miles_core.config.tables import Algorithm, RunConfig
+from miles_core.config.tables import RunConfig
 from miles_core.errors import ManifestError, OwnerError
 from miles_core.plugins import fit
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
@@ -54,7 +54,8 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         picked += [
             ("trainer", perf.trainer, "perf.trainer"),
             ("advantage", estimator, "algorithm.advantage_estimator"),
-            ("policy_loss", *_policy_loss(algorithm, estimator)),
+            ("policy_loss", "custom_loss", "algorithm.loss_type") if algorithm.loss_type == "custom_loss" else
+            ("policy_loss", algorithm.policy_loss or estimator, "algorithm.policy_loss"),
             ("reduction", reduction, "algorithm.reduction"),
             ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
             *[("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync")] * served,
@@ -67,13 +68,6 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
 def chosen(config: RunConfig, hook: str) -> str:
     """The name picked for a hook that has one owner; empty where the run has no such part."""
     return next((name for one, name, _ in choices(config) if one == hook), "")
-
-
-def _policy_loss(algorithm: Algorithm, estimator: str) -> tuple[str, str]:
-    """(name, key that chose it) while the estimator's namesake is not known to exist."""
-    if algorithm.loss_type == "custom_loss":
-        return "custom_loss", "algorithm.loss_type"
-    return algorithm.policy_loss or estimator, "algorithm.policy_loss"
 
 
 def policy_loss(selected: Sequence[Selected], config: RunConfig) -> tuple[str, str]:
@@ -160,11 +154,9 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
                          who=f"{key} ({origin})", fix=("leave it out: config.json names the architecture" if key in
                          config.origin and config.origin[key].kind != "derived" else "take another checkpoint") +
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
-    known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
     near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.7)
     fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
-        f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "add its --plugin, or name a function (--custom-...-path)")
     raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
                      got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)
