@@ -221,7 +221,7 @@ def grid(align: Align, sample: Sample) -> slice:
 
 def _rows(column: Column, sample: Sample) -> int:
     place = grid(column.align, sample)
-    return place.stop - place.start
+    return int(place.stop - place.start)
 
 
 def trained(samples: Sequence[Sample], column: str) -> np.ndarray:
