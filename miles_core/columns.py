@@ -219,6 +219,11 @@ def grid(align: Align, sample: Sample) -> slice:
     return slice(total - sample.response_length - 1, total - 1)
 
 
+def _rows(column: Column, sample: Sample) -> int:
+    place = grid(column.align, sample)
+    return int(place.stop - place.start)
+
+
 def trained(samples: Sequence[Sample], column: str) -> np.ndarray:
     """The values of a column, [N], at all response tokens that are trained on."""
     return np.concatenate([np.zeros(0, np.float32), *(s.columns[column][s.columns["loss_mask"] > 0] for s in samples)])
@@ -254,7 +259,7 @@ def _spliced(column: Column, first: np.ndarray | None, second: np.ndarray | None
     if column.align not in PER_TOKEN or column.spans == "last":
         return whole
     response = column.align is Align.RESPONSE
-    head = {Align.TOKEN: begun.length, Align.PREDICTION: begun.length - 1}.get(column.align, begun.response_length)
+    head = _rows(column, begun)
     if first is None:  # the second computed these rows, too, unless they are of the response alone
         first = _gap(column, head, whole) if response else whole[:head]
     if second is None:
@@ -293,8 +298,7 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
 
 
 def _fit(column: Column, array: np.ndarray, sample: Sample, values: bool) -> np.ndarray:
-    place = grid(column.align, sample) if column.align in PER_TOKEN else None
-    rows = place and place.stop - place.start
+    rows = _rows(column, sample) if column.align in PER_TOKEN else None
     rank = len(column.axes) + (rows is not None)
     if array.ndim != rank or (rows is not None and len(array) != rows):
         expected = ([rows] if rows is not None else []) + list(column.axes)

@@ -195,8 +195,10 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         late = await _stop(run, components, journal, status)
         try:
             if status == "restarting":
-                journal.event("restart", count=attempt.restarts + 1, most=plan.config.perf.max_restarts,
-                              culprit=error.what, error=str(error), resumes=attempt.resumes())
+                count, most, resumes = attempt.restarts + 1, plan.config.perf.max_restarts, attempt.resumes()
+                place = f"last checkpoint in {resumes}" if resumes else "start of the run"
+                journal.event("restart", count=count, most=most, culprit=error.what, error=str(error), resumes=resumes,
+                              text=f"restart {count} of {most} from the {place}: {error.what}")
             else:
                 journal.events.run_end(status, error)
             attempt.recorded = True

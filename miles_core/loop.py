@@ -37,8 +37,11 @@ async def train(run: Run) -> None:
     sides = [run.start(consume(run)), run.start(produce(run))]
     try:
         done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+        errors = run.errors[:1]                            # before others fail for being ended
     finally:
         await run.rest()
+    for error in errors:
+        raise error
     for side in done:
         side.result()
 

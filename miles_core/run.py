@@ -51,6 +51,7 @@ class Run:
         version: of the weights that the engine has.
         weights_current: whether the trainer holds that version, too: between a sync and the next batch.
         made_of: the lock of the run that saved the checkpoint, until this run is told its own; empty without one.
+        errors: of what was started, in the order in which it failed.
     """
 
     config: RunConfig
@@ -80,6 +81,7 @@ class Run:
     resumable: dict = field(default_factory=dict)
     made_of: dict = field(default_factory=dict)
     begun: list[Group] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
     _stepped: Counter[str] = field(default_factory=Counter)
     _same_model: bool = False
     _mark: float = 0.0
@@ -97,8 +99,13 @@ class Run:
         """Have work done beside whatever else goes on, until `rest`."""
         task = asyncio.create_task(work)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.errors.append(error)
 
     async def rest(self) -> None:
         """End what still goes on."""
@@ -291,7 +298,8 @@ class Run:
                 return
             async with within(self.config.perf.weight_sync_timeout, self._late(self.version)):
                 figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)
-        self.journal.event("engine_recovered", version=self.version, **figures)
+        self.journal.event("engine_recovered", version=self.version, **figures,
+                           text=f"a restarted engine has weight version {self.version}")
 
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
         """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due.

@@ -75,7 +75,7 @@ def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield flag, tuple(map(str, option.choices)) or named
 
 
-def options(*, plugins: bool = True) -> Iterator[Option]:
+def options() -> Iterator[Option]:
     """The core's options in the order of the tables, then those of the installed plugins."""
     from miles_core.config.options import options_of
     from miles_core.config.tables import TABLES
@@ -83,6 +83,5 @@ def options(*, plugins: bool = True) -> Iterator[Option]:
 
     for table, declared in TABLES.items():
         yield from options_of(table, declared).values()
-    if plugins:
-        for manifest in readable():
-            yield from manifest.options.values()
+    for manifest in readable():
+        yield from manifest.options.values()

@@ -38,6 +38,8 @@ def weight_sync(config: RunConfig, note: Note) -> RunConfig:
         ConfigError: one that cannot reach the engine.
     """
     perf, sync = config.perf, config.perf.weight_sync
+    if config.debug.debug_train_only:  # none is made, and a replay may name what its rollouts were sampled with
+        return config
     if sync is None:
         apart = perf.placement == "local" and perf.trainer_host == "process"
         usual = ("shared-memory" if apart else "in-process", "ipc" if perf.colocate else "broadcast")

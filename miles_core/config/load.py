@@ -63,10 +63,8 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
                  *_assignments(document, path, lines)]
     # Named parts may bring plugins of their own (--rm-type math), whose flags are only known then: look twice.
     first = _build(from_file, cli_flags, selected, named, path, lenient=True)
-    more = resolve.missing(selected, first.config)
-    selected = select.select(more, selected)
-    more = resolve.called_for(selected, first.config, None)
-    selected = select.select(more, selected)
+    selected = select.select(resolve.missing(selected, first.config), selected)
+    selected = select.select(resolve.called_for(selected, first.config, None), selected)
     loaded = _build(from_file, cli_flags, selected, named, path, lenient=False)
     if more := resolve.called_for(selected, loaded.config, quantised(loaded.config)):  # with Megatron's flags read
         selected = select.select(more, selected)

@@ -323,13 +323,15 @@ class RunConfig:
 
     @property
     def understood(self) -> frozenset[str]:
-        """What the engine understands. One without servers of its own takes a stream of tensors: its contract says so.
+        """What the engine understands, nothing where the run has none. One without servers of its own takes a stream of
+        tensors: its contract says so.
 
         servers: it asks --placement for GPUs of its own. external: they run already, on GPUs of others. server_args:
         the fields of [sglang] are its own.
         """
         words = frozenset(self.stated.get(f"engine:{self.rollout.engine or 'local'}", ()))
-        return words if "servers" in words else words | {"tensors"}
+        whole = words if "servers" in words else words | {"tensors"}
+        return frozenset() if self.debug.debug_train_only else whole
 
     def reaches(self, weight_sync: str) -> bool:
         """Whether the engine understands what a weight sync sends; one that states nothing is not judged."""

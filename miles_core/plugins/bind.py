@@ -1,8 +1,8 @@
 """Bind: one instance of each plugin per role, its hooks checked and turned into plain callables.
 
-pluggy registers the implementations and checks them against the hookspecs; after that no call goes through pluggy. Each
-hook becomes an attribute of `Hooks`: for named hooks a dict of callables by name, for the others one callable, or None
-when nobody implements it.
+Specifications and implementations carry pluggy's markers; `fit` checks one against the other, and no call goes through
+pluggy. Each hook becomes an attribute of `Hooks`: for named hooks a dict of callables by name, for the others one
+callable, or None when nobody implements it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
-
-import pluggy
 
 from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
@@ -95,8 +93,6 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
     if role == "plan":
         planning = {name for name, spec in table.items() if spec.role == role}
         selected = [one for one in selected if any(offer.hook in planning for offer in one.manifest.offers)]
-    manager = pluggy.PluginManager("miles")
-    manager.add_hookspecs(types.SimpleNamespace(**table))
     instances, implementations, tallies, figures = {}, {name: [] for name in table}, {}, Figures()
     for one in selected:
         kind = imported(one.manifest)
@@ -111,7 +107,6 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
                 implementations[offer.hook].append((one.manifest.name, offer.name, call))
                 if call.tally is not None:
                     tallies.setdefault(f"{one.manifest.name}/{offer.hook}", []).append(call.tally)
-        manager.register(instance, one.manifest.name)  # `fit` has refused with reasons what pluggy would
     hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
     versions = {one.manifest.name: one.version for one in selected}
     return Hooks(role=role, instances=instances, versions=versions, tallies=tallies, figures=figures, **hooks)

@@ -47,8 +47,9 @@ def proof(selected: Sequence[Selected]) -> dict[str, str]:
     """What this process runs, by its own files: version and digest of the core and of each plugin."""
     digests = {"miles-core": core()}
     for one in selected:
-        if one.source != "built-in":
-            digests[f"plugin {one.manifest.name}"] = f"{_version(one)} {of(one)}"
+        if one.source != "built-in":  # its version here, which the plan cannot know of another host
+            version = "" if one.source == "file" else f" {installed_version(one.source) or 'missing'}"
+            digests[f"plugin {one.manifest.name}"] = f"{one.source}{version} {of(one)}"
     return digests
 
 
@@ -68,11 +69,6 @@ def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -
     if differing:
         raise ConfigError("this process would run other code than the plan's", code="code-differs-from-plan",
                           got="; ".join(differing), who=who, fix="install the same packages on every host")
-
-
-def _version(one: Selected) -> str:
-    """As installed here, which the plan cannot know of another host."""
-    return "file" if one.source == "file" else f"{one.source} {installed_version(one.source) or 'missing'}"
 
 
 def installed_version(distribution: str) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
-from miles_core.plugins.resolve import chosen, policy_loss
+from miles_core.plugins.resolve import chosen
 from miles_core.plugins.select import Selected
 
 WORD = "needs-no-log-prob-pass"
@@ -35,8 +35,6 @@ def _reasons(config: RunConfig, plugins: Sequence[Selected]) -> Iterator[bool]:
     yield algorithm.use_rollout_logprobs or algorithm.kl_coef != 0
     yield perf.skip_zero_advantages
     shown = {(hook, chosen(config, hook)) for hook in ("advantage", "policy_loss", "reduction")}
-    if algorithm.policy_loss is None:
-        shown.add(("policy_loss", policy_loss(plugins, config)[0]))
     for plugin in plugins:  # of hooks with several parts only the one that the run has chosen is shown the columns
         sees = any(offer.hook in READERS or (offer.hook, offer.name) in shown for offer in plugin.manifest.offers)
         yield sees and WORD not in plugin.manifest.provides

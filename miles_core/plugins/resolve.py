@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from miles_core import hookspecs
 from miles_core.config.surfaces import advice, surfaces_of
-from miles_core.config.tables import Algorithm, RunConfig
+from miles_core.config.tables import RunConfig
 from miles_core.errors import ManifestError, OwnerError
 from miles_core.plugins import fit
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
@@ -33,8 +33,8 @@ class Choice:
 def choices(config: RunConfig) -> list[tuple[str, str, str]]:
     """(hook, name, key that chose it) for every named part that this configuration needs."""
     algorithm, rollout, perf = config.algorithm, config.rollout, config.perf
-    sft = algorithm.loss_type == "sft_loss"
-    estimator = "sft" if sft else algorithm.advantage_estimator
+    estimator = "sft" if algorithm.loss_type == "sft_loss" else algorithm.advantage_estimator
+    served = not config.debug.debug_train_only
     paths = {one["path"]: "eval.datasets" if one in config.eval.datasets else "eval.eval_prompt_data"
              for one in config.eval.every if "path" in one}
     if rollout.prompt_data is not None and rollout.prompt_source == "rows":
@@ -42,7 +42,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
     picked = [
         *{format_of(path): ("read_rows", format_of(path), key) for path, key in paths.items()}.values(),
         ("prompt_source", rollout.prompt_source, "rollout.prompt_source"),
-        ("engine", rollout.engine or "local", "rollout.engine"),
+        *[("engine", rollout.engine or "local", "rollout.engine")] * served,
         ("generate", rollout.generate, "rollout.generate"),
         *(("reward", name, "rollout.rm_type") for name in rollout.rm_type),
         *(("reward", name, "eval.datasets") for name in sorted(
@@ -54,10 +54,11 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         picked += [
             ("trainer", perf.trainer, "perf.trainer"),
             ("advantage", estimator, "algorithm.advantage_estimator"),
-            ("policy_loss", *_policy_loss(algorithm, estimator)),
+            ("policy_loss", "custom_loss", "algorithm.loss_type") if algorithm.loss_type == "custom_loss" else
+            ("policy_loss", algorithm.policy_loss or estimator, "algorithm.policy_loss"),
             ("reduction", reduction, "algorithm.reduction"),
             ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
-            ("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync"),
+            *[("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync")] * served,
             *((hook, config.model.model_name, "model.model_name") for hook in config.stated.get(
                 f"trainer:{perf.trainer}", ()) if hook == "model_spec" and config.model.model_name),
         ]
@@ -65,22 +66,15 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def chosen(config: RunConfig, hook: str) -> str:
-    """The name picked for a hook that has one owner."""
-    return next(name for one, name, _ in choices(config) if one == hook)
-
-
-def _policy_loss(algorithm: Algorithm, estimator: str) -> tuple[str, str]:
-    """(name, key that chose it) while the estimator's namesake is not known to exist."""
-    if algorithm.loss_type == "custom_loss":
-        return "custom_loss", "algorithm.loss_type"
-    return algorithm.policy_loss or estimator, "algorithm.policy_loss"
+    """The name picked for a hook that has one owner; empty where the run has no such part."""
+    return next((name for one, name, _ in choices(config) if one == hook), "")
 
 
 def policy_loss(selected: Sequence[Selected], config: RunConfig) -> tuple[str, str]:
     """(name, why) of the policy loss of a run that names none: the estimator's namesake where there is one."""
     if config.algorithm.loss_type == "custom_loss":
         return "custom_loss", "--loss-type custom_loss"
-    estimator = next((name for hook, name, _ in choices(config) if hook == "advantage"), None)
+    estimator = chosen(config, "advantage")
     if any((offer.hook, offer.name) == ("policy_loss", estimator) for one in selected for offer in one.manifest.offers):
         return estimator, "namesake of the estimator"
     return "clip", "the estimator brings none"
@@ -160,11 +154,9 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
                          who=f"{key} ({origin})", fix=("leave it out: config.json names the architecture" if key in
                          config.origin and config.origin[key].kind != "derived" else "take another checkpoint") +
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
-    known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
     near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.7)
     fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
-        f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "add its --plugin, or name a function (--custom-...-path)")
     raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
                      got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)

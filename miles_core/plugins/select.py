@@ -61,10 +61,8 @@ def all_specs() -> dict[str, Any]:
     return hookspecs.specs()
 
 
-@functools.cache
-def _declared() -> None:
-    """Let the plugins of every run declare their hooks."""
-    built_in()
+_declared = functools.cache(built_in)
+"""Once, for what is selected declares its hooks."""
 
 
 def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list[Selected]:

@@ -26,7 +26,8 @@ from miles_core.record.directory import explained, sync
 
 
 class Kind(StrEnum):
-    """What a line tells, with its further keys; plugins may write kinds of their own."""
+    """What a line tells, with its further keys; plugins may write kinds of their own. The `text` of any is told to the
+    person, too, as a warning or as its `level` says."""
 
     RUN_START = "run_start"  # start (from 1), plan_hash, versions {distribution: version}, resumed_from, rollouts
     METRICS = "metrics"  # metrics {name: number}

@@ -11,8 +11,7 @@ from miles_core.columns import read_only
 from miles_core.errors import MilesError
 from miles_core.plugins.bind import Hooks
 from miles_core.record.directory import RunDirectory
-from miles_core.record.events import EventLog
-from miles_core.record.faults import FAULTS
+from miles_core.record.events import EventLog, Kind
 from miles_core.record.samples import write_samples
 from miles_core.types import Batch, Sample
 
@@ -59,7 +58,7 @@ class Journal:
         self.console.stage(name)
 
     def event(self, kind: str, /, rollout_id: int | None = None, **fields: object) -> None:
-        """One line of events.jsonl."""
+        """One line of events.jsonl. What it says in words, its `text`, the terminal and the log tell as well."""
         self.events.append(kind, rollout_id, **fields)
         if kind == "checkpoint":
             done = "Staged" if fields["staged"] else "Saved"
@@ -67,13 +66,12 @@ class Journal:
         elif kind == "weight_sync":
             self.console.message("detail", f"weight_sync to version {fields['version']}: "
                                            f"{fields.get('bytes', 0) / 1e6:,.1f} MB ({fields['seconds']:.2f}s)")
-        elif kind in FAULTS and kind != "request_failed":  # of which there may be hundreds
-            self.console.message(*FAULTS[kind](fields))
+        elif "text" in fields:
+            self.console.message(fields.get("level", "warning"), fields["text"])
 
     def message(self, level: str, text: str) -> None:
         """A sentence for the person and for the record."""
-        self.events.message(level, text)
-        self.console.message(level, text)
+        self.event(Kind.MESSAGE, level=level, text=text)
 
     def rollout(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """A rollout has been trained on."""

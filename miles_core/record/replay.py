@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -173,9 +173,7 @@ class Replay:
 
 
 def _prompt_record(prompt: Prompt) -> dict:
-    return _plain({"uid": prompt.uid, "row": prompt.row, "text": prompt.text, "token_ids": prompt.token_ids,
-                   "label": prompt.label, "metadata": prompt.metadata, "messages": prompt.messages,
-                   "stream": prompt.stream})
+    return _plain({one.name: getattr(prompt, one.name) for one in fields(prompt)})
 
 
 def _prompt(record: dict) -> Prompt:
@@ -185,10 +183,8 @@ def _prompt(record: dict) -> Prompt:
 
 
 def _record(sample: Sample) -> dict:
-    return {"prompt": _prompt_record(sample.prompt), **_plain({
-        "index": sample.index, "text": sample.text, "response_length": sample.response_length,
-        "status": str(sample.status), "rewards": sample.rewards, "reward": sample.reward, "rollout": sample.rollout,
-        "metadata": sample.metadata})}
+    own = {one.name: getattr(sample, one.name) for one in fields(sample) if one.name not in ("prompt", "columns")}
+    return {"prompt": _prompt_record(sample.prompt), **_plain(own)}
 
 
 def _plain(value: object) -> object:

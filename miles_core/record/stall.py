@@ -51,7 +51,7 @@ def watched(journal: Journal, beat: Callable[..., None], every: float, limit: fl
             with contextlib.suppress(Exception):  # a full disk is found out by the loop, once it goes on
                 if seconds >= report:
                     report = 2 * seconds
-                    journal.event("loop_blocked", seconds=seconds, **blocker)
+                    journal.event("loop_blocked", seconds=seconds, **blocker, text=_told(seconds, **blocker))
                 if every and seconds >= reported + every:
                     reported = seconds
                     beat(blocked_s=seconds, **blocker)
@@ -62,6 +62,13 @@ def watched(journal: Journal, beat: Callable[..., None], every: float, limit: fl
         yield
     finally:
         over.set()
+
+
+def _told(seconds: float, plugin: str | None, hook: str | None, where: str) -> str:
+    whose = f"plugin {plugin}, hook {hook}, " if plugin else ""
+    return (f"the event loop has been blocked for {seconds:.0f} s by {whose}{where}; meanwhile nothing else goes on. "
+            "Move blocking code into a thread (await asyncio.to_thread(...)). To end the run, send SIGTERM or Ctrl-C "
+            "twice")
 
 
 def blocking(frame: FrameType | None) -> dict[str, str | None] | None:

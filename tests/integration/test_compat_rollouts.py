@@ -54,6 +54,14 @@ def offline(args, rollout_id, data_buffer, evaluation=False):
     return RolloutFnTrainOutput(groups, {})
 
 
+def recorded(args, rollout_id, data_buffer, evaluation=False):
+    """The same, as another program drew them."""
+    answered = offline(args, rollout_id, data_buffer)
+    for sample in (one for group in answered.samples for one in group):
+        sample.rollout_log_probs = [-1.0] * sample.response_length
+    return answered
+
+
 class Rollout(InferenceRolloutFn):
     async def _call_train(self, input):
         note("class", rollout=input.rollout_id, version=input.weight_version)
@@ -172,12 +180,16 @@ def test_a_rollout_function_of_ones_own_has_the_schedule(run, tmp_path):
     assert '"eval/own": 0.25' in evaluations
 
 
-@pytest.mark.parametrize("loss", [(), ("--loss-type", "sft_loss")])
-def test_a_rollout_function_that_samples_nothing_needs_no_engine(run, loss):
-    metrics, events, _ = run("--rollout-function-path", at("offline"), "--debug-train-only", *loss)
+@pytest.mark.parametrize(("function", "loss"), [("offline", ()), ("offline", ("--loss-type", "sft_loss")),
+                                                ("recorded", ())])
+def test_a_rollout_function_that_samples_nothing_needs_no_engine(run, function, loss):
+    """How far the log-probs are from the trainer's is told, on average and at most, where it brings any."""
+    metrics, events, _ = run("--rollout-function-path", at(function), "--debug-train-only", *loss)
     assert [one["rollout/raw_reward"] for one in metrics] == [1.5] * 2 and metrics[-1]["train/grad_norm"] > 0
     assert not any(one["rollout/weight_version/lag"] for one in metrics)
-    assert not any("train_rollout_logprob" in name for one in metrics for name in one)
+    for one in metrics:
+        told = {name.removeprefix("train/train_rollout_logprob_abs_diff") for name in one if "rollout_logprob" in name}
+        assert told == ({"", "_fresh", "_max"} if function == "recorded" else set())
     assert not any("engine local" in event.get("text", "") for event in events)
 
 

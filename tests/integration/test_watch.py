@@ -244,7 +244,7 @@ def test_text_of_a_run_is_never_markup(page, tmp_path):
     log.eval(0, {f"eval/{hostile}": 1.0})
     log.append("drop", 0, reason=hostile, count=1)
     log.message("warning", hostile)
-    log.append("engine_lost", engine=hostile, why=hostile)
+    log.append("engine_lost", engine=hostile, why=hostile, text=hostile)
     log.run_end("failed", hostile)
     sample = {"rollout_id": 0, "groups": 1, "prompt_uid": hostile, "row": hostile, "index": 0, "prompt": hostile,
               "response": hostile, "pieces": [hostile, "\n"], "token_ids": [1, 2], "log_probs": [-1.0, None],

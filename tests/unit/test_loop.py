@@ -1,6 +1,7 @@
 """The shipped loop, buffer and leases on virtual time: the staleness bound, exactness at max_lag 0, how runs end."""
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -314,6 +315,42 @@ def test_a_failing_evaluation_ends_the_run():
     with pytest.raises(ZeroDivisionError, match="no eval"):
         run_virtual(lambda: train(run))
     assert len(run.trainer.batches) <= 3
+
+
+def told(**settings):
+    """The error that a run of these settings ends with."""
+    seconds = settings.pop("seconds", None)
+    run = toy_run(rollouts=9, batch_size=2, max_lag=1, **settings)
+
+    async def evaluation(engine):
+        await asyncio.sleep(0.5)
+        raise ZeroDivisionError("no eval")
+
+    async def step(index):
+        await asyncio.sleep(seconds)
+        if len(run.trainer.batches) == 2:
+            raise ZeroDivisionError("no step")
+        return {}
+
+    if seconds is not None:
+        evaluation.due = lambda done, last, before: done == 2
+        run.evaluation, run.trainer.step = evaluation, step
+    try:
+        run_virtual(lambda: train(run))
+    except ZeroDivisionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("settings", "error"), [
+    ({"seconds": 1.0, "duration": lambda uid, tries: 0.1}, "no eval"),
+    ({"seconds": 0.1, "duration": lambda uid, tries: 0.1}, "no step"),
+    ({"duration": uneven(1), "crash": lambda uid: uid == 7}, "prompt 7"),
+], ids=["evaluation", "step", "sample"])
+def test_of_several_errors_the_first_is_told_and_asyncio_logs_none(settings, error, caplog):
+    ended = told(**settings)
+    gc.collect()
+    assert ended == error
+    assert not caplog.text
 
 
 def test_heartbeats_say_that_sampling_lives():

@@ -28,6 +28,7 @@ OLD, NEW, REF = (torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 
 SGLANG = ("--engine", "sglang")
 TWICE = ("--kl-coef", 0.1, "--use-kl-loss", "--kl-loss-coef", 0.1)
 SKIP = "--skip-actor-forward-only"
+PPO = ("--plugin", "ppo", "--advantage-estimator", "ppo")
 
 
 def surrogate(old=OLD, new=NEW, advantage=1.0, low=0.2, high=0.28):
@@ -198,7 +199,8 @@ def test_nothing_is_written_over_what_the_run_reads(plan, tmp_path, flag):
     (("--max-restarts", 1, "--save", "a", "--no-save-optim"), "checkpoint.no_save_optim"),
     (("--load-debug-rollout-data", "a/{rollout_id}", "--save-debug-rollout-data", "a/{rollout_id}"),
      "debug.save_debug_rollout_data"),
-    (("--plugin", "ppo", "--advantage-estimator", "ppo", "--ppo.critic-load", "a", "--save", "a"), "ppo.critic_load"),
+    ((*PPO, "--ppo.critic-load", "a", "--save", "a"), "ppo.critic_load"),
+    ((*PPO, "--num-critic-only-steps", 2, "--lr-warmup-iters", 2), "optimizer.lr_warmup_iters"),
     ((*SGLANG, "--sglang-delete-ckpt-after-loading"), "server.delete_ckpt_after_loading"),
     ((*SGLANG, "--sglang-quantization", "fp8", "--engine-dtype", "bfloat16"), "server.quantization"),
     ((*SGLANG, "--sglang-checkpoint-engine-wait-weights-before-ready"),
@@ -216,6 +218,7 @@ def test_what_destroys_or_ends_a_run_late_is_refused(plan, flags, key):
     ("--rollout-temperature", 0, "--debug-rollout-only"), ("--eval-temperature", 0), (SKIP,), ("--kl-coef", 0.1),
     (*SGLANG, "--sglang-enable-deterministic-inference"), ("--rollout-stop", "\n"),
     (*SGLANG, "--sglang-quantization", "fp8", "--debug-rollout-only"),
+    (*PPO, "--num-rollout", 10, "--num-critic-only-steps", 6, "--lr-decay-style", "linear", "--lr-decay-iters", 4),
 ], ids=str)
 def test_its_neighbour_is_planned(plan, flags):
     plan(*flags)

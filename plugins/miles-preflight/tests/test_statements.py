@@ -85,7 +85,7 @@ SERVERS = ("--engine", "sglang")
     ("5.12.1", OLMO, (), "5.13"),
     ("5.13.0", OLMO, (), None),
     ("5.12.1", OLMO, SERVERS, None),
-    ("5.12.1", OLMO, ("--plugin", "sft", "--loss-type", "sft_loss"), None),
+    ("5.12.1", OLMO, ("--generate", "sft", "--loss-type", "sft_loss", "--n-samples-per-prompt", "1"), None),
     ("5.12.1", OLMO, (*SERVERS, "--trainer", "fsdp"), "5.13"),
     ("5.14.1", MISTRAL, (), "5.15"),
     ("5.15.0", MISTRAL, (), None),

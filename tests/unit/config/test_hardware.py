@@ -67,12 +67,15 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
 
 
 def test_a_run_without_an_engine_plans_none(plan):
-    """Supervised fine-tuning that evaluates nothing: no servers, and nobody to park the trainer for."""
+    """Supervised fine-tuning that evaluates nothing: no servers, no weight sync, and nobody to park the trainer for."""
     flags = (*SGLANG, "--colocate", "--generate", "sft", "--loss-type", "sft_loss", "--n-samples-per-prompt", 1)
     made = plan(*flags)
     text = made.to_text()
     assert "  no engine" in text and "SGLang engine" not in text and "KV cache" not in text
     assert made.config.debug.debug_train_only and not made.config.perf.offload_train
+    assert not {"engine", "weight_sync"} & {one.hook for one in made.choices}
+    sent = plan(*flags, "--weight-sync", "shared-memory").config
+    assert sent.perf.weight_sync == "shared-memory" and not sent.understood, "a replay may name what is not used"
     assert "SGLang engine" in plan(*flags, "--eval-prompt-data", made.config.rollout.prompt_data,
                                     "--eval-interval", 1).to_text()
 
@@ -118,6 +121,8 @@ def test_the_engine_is_sglang_where_a_gpu_and_sglang_are(plan, monkeypatch, gpus
     (4, ("--actor-num-gpus-per-node", 4, "--colocate"), "local"),
     (4, ("--actor-num-gpus-per-node", 8, "--colocate", "--ray-address", "a:1"), "ray"),
     (4, ("--actor-num-gpus-per-node", 4, "--colocate", "--placement", "local"), "local"),
+    (4, (*SGLANG, "--actor-num-gpus-per-node", 4, "--load-debug-rollout-data", "x/{rollout_id}"), "local"),
+    (4, ("--actor-num-gpus-per-node", 8, "--load-debug-rollout-data", "x/{rollout_id}", "--ray-address", "a:1"), "ray"),
 ])
 def test_the_placement_is_ray_where_the_machine_has_too_few_gpus(plan, monkeypatch, gpus, flags, placement):
     machine(monkeypatch, gpus, True)

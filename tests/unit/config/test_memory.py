@@ -10,7 +10,7 @@ from miles_megatron import memory_plan as memory
 from miles_megatron.architecture import Architecture
 from miles_megatron.layout import Layout
 
-from miles_core.config.tables import Optimizer, Perf, RunConfig
+from miles_core.config.tables import Debug, Optimizer, Perf, RunConfig
 from miles_core.errors import ConfigError
 
 CONSTANTS = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -219,14 +219,16 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
 
 
 def test_both_sides_in_memory_at_once_have_to_fit_together(large):
-    """Only where they share the GPU and neither makes room."""
+    """Only where they share the GPU and neither makes room, and there are both."""
     needed = memory.peak(large, estimate.dimensions_of(large)) / memory.GIB
-    shared = replace(on(large, 1.5 * needed), surfaces={"server": {"mem_fraction_static": 0.8}})
+    served = replace(on(large, 1.5 * needed), rollout=replace(large.rollout, engine="sglang"))
+    shared = replace(served, surfaces={"server": {"mem_fraction_static": 0.8}})
     shared = replace(shared, perf=replace(shared.perf, colocate=True, offload_train=False, offload_rollout=False))
     with pytest.raises(ConfigError, match=r"both stay in its memory.*--offload-rollout"):
         memory.check_memory(shared, print)
     memory.check_memory(replace(shared, surfaces={"server": {"mem_fraction_static": 0.2}}), print)
     memory.check_memory(replace(shared, perf=replace(shared.perf, offload_rollout=True)), print)
+    memory.check_memory(replace(shared, debug=Debug(debug_train_only=True)), print)
 
 
 def test_the_plan_says_it_for_gpus_only(large, monkeypatch):

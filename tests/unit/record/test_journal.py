@@ -67,3 +67,16 @@ def test_the_terminal_hears_of_checkpoints_and_a_log_of_syncs_as_well(tmp_path):
         journal.event("weight_sync", version=2, seconds=0.5, tensors=1, bytes=3_000_000)
     assert terminal.getvalue() == "Saved checkpoint to runs/b (0.42s)\n"
     assert log.getvalue() == terminal.getvalue() + "weight_sync to version 2: 3.0 MB (0.50s)\n"
+
+
+def test_what_an_event_of_any_kind_says_in_words_is_told(tmp_path):
+    """As a warning, or as its level says; the record has it beside the event's other fields."""
+    terminal = io.StringIO()
+    with RunDirectory(tmp_path) as directory:
+        journal = Journal(directory, Console(False, terminal))
+        journal.event("of_a_plugin", number=1, text="one is lost")
+        journal.event("of_a_plugin", number=2, text="two compiles", level="info")
+        journal.event("of_a_plugin", number=3)
+        journal.event("request_failed", text="one of hundreds", level="detail")
+    assert terminal.getvalue().splitlines() == ["warning: one is lost", "two compiles"]
+    assert [event.get("number") for event in read(directory.events)] == [1, 2, 3, None]

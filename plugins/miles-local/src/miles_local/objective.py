@@ -65,9 +65,7 @@ class Objective:
 
     def __init__(self, config: RunConfig, hooks: Hooks, policy_loss: PolicyLoss | None = None):
         self.actor = policy_loss is None
-        self.algorithm, debug = config.algorithm, config.debug
-        self._drawn = self.algorithm.loss_type != "sft_loss" and not (  # answers, by an engine
-            debug.debug_train_only and debug.load_debug_rollout_data is None)
+        self.algorithm = config.algorithm
         self._entropy = self.algorithm.entropy_coef != 0 or self.algorithm.observe_training_entropy
         self._name = chosen(config, "policy_loss") if self.actor else getattr(policy_loss, "__name__", "loss")
         self._policy_loss: PolicyLoss = policy_loss or hooks.policy_loss[self._name]
@@ -91,7 +89,7 @@ class Objective:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()", code="loss-without-gradient")
         self._unchecked.append((loss.detach(), total.detach(), scored.batch))
-        if self.actor and self._drawn:
+        if self.actor and any(one.columns["rollout_log_probs"].any() for one in scored.batch.samples):  # else not drawn
             # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
             ours = inputs.rows.get("log_probs", inputs.log_probs)
             share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()

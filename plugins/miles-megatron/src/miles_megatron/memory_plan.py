@@ -68,10 +68,9 @@ def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None
     Raises:
         ConfigError: an engine's weights leave no room for its KV cache.
     """
-    ours = _serves(config) and not config.debug.debug_train_only
     stated = engine_weights.quantization(config)
     unknown = quantised(config) and (stated is None or engine_weights.bytes_of(stated) is None)
-    if not ours or unknown or config.surface("server").get("quantization"):
+    if not _serves(config) or unknown or config.surface("server").get("quantization"):
         return
     weights, fraction = engine(config, model)
     room = (fraction or 1) * capacity
@@ -90,7 +89,7 @@ def _share(config: RunConfig, model: ModelDimensions, needed: float, capacity: f
         ConfigError: trainer and engine share the GPU, neither makes room, and together they are too large.
     """
     perf, fraction = config.perf, config.surface("server").get("mem_fraction_static")
-    if not perf.colocate or perf.offload_train or perf.offload_rollout or fraction is None:
+    if not (_serves(config) and perf.colocate) or perf.offload_train or perf.offload_rollout or fraction is None:
         return
     engine_, room = fraction * capacity, capacity - OUTSIDE
     if needed * (1 - TOLERANCE) + engine_ > room:
@@ -138,7 +137,7 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
 
 def _engine_beside(config: RunConfig, model: ModelDimensions) -> str:
     """What an engine takes of the GPU that the trainer does not fit."""
-    if not _serves(config) or config.debug.debug_train_only:
+    if not _serves(config):
         return ""
     weights, _ = engine(config, model)
     return f"; an engine's weights {weights / GIB:.0f} GiB"
@@ -161,7 +160,7 @@ def lines(config: RunConfig) -> list[str]:
         parts = trainer(config, model)
         rows.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
                      f"{_sum(parts)}")
-    if served and not config.debug.debug_train_only:
+    if served:
         weights, fraction = engine(config, model)
         whole = f"{fraction * capacity / GIB:.1f}{of} GiB" if fraction and capacity else "SGLang's mem_fraction_static"
         cache = f" {max(0.0, fraction * capacity - weights) / GIB:.1f}" if fraction and capacity else " the rest"

@@ -28,7 +28,7 @@ def check_gpus(config: RunConfig) -> None:
         return
     if "servers" not in config.understood and not perf.bf16:  # float32, no servers: the start decides
         return
-    sampled = "servers" in config.understood and "external" not in config.understood and not debug.debug_train_only
+    sampled = "servers" in config.understood and "external" not in config.understood
     trained = 0 if debug.debug_rollout_only else hardware.trainer_gpus(config)
     served = perf.rollout_num_gpus or 0 if sampled else 0
     needed = max(trained, served) if perf.colocate else trained + served

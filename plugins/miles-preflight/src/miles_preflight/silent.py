@@ -46,12 +46,13 @@ def _value(config: RunConfig, key: str) -> Any:
 def _schedule(config: RunConfig) -> None:
     """The learning rate is reached, and above 0 in most of the run. What a decay refuses the trainer says."""
     optimizer, run = config.optimizer, "rollout.num_rollout"
-    steps = (config.rollout.num_rollout or 0) * (config.rollout.num_steps_per_rollout or 1)
-    if not steps or config.debug.debug_rollout_only:
+    alone: Any = config.options.get("ppo", {}).get("num_critic_only_steps", 0)  # without a step of the policy
+    steps = ((config.rollout.num_rollout or 0) - alone) * (config.rollout.num_steps_per_rollout or 1)
+    if steps < 1 or config.debug.debug_rollout_only:
         return
     if optimizer.lr_decay_style == "constant" and optimizer.lr_warmup_iters >= steps:
-        _refuse(config, f"the run ends after {steps} steps, before the warm-up does", "lower --lr-warmup-iters, which "
-                "counts optimizer steps", "optimizer.lr_warmup_iters", run)
+        _refuse(config, f"the policy's {steps} steps end before the warm-up does",
+                "lower --lr-warmup-iters, which counts optimizer steps", "optimizer.lr_warmup_iters", run)
     last = steps if optimizer.lr_decay_style == "constant" else optimizer.lr_decay_iters or steps
     if 2 * last < steps and not optimizer.min_lr:
         _refuse(config, f"the learning rate is 0 from step {last} of {steps} on, once it has decayed",

@@ -122,8 +122,7 @@ def _releases(selected: Sequence[Selected], config: RunConfig) -> None:
     path, constants = config_json(config)
     keys: Mapping[str, Any] = constants or {}
     types = {keys.get("model_type"), (keys.get("text_config") or {}).get("model_type")} - {None}
-    sampled = not config.debug.debug_train_only and config.algorithm.loss_type != "sft_loss"
-    module = (sampled and "transformers" in config.understood
+    module = ("transformers" in config.understood
               or "transformers" in config.stated.get(f"trainer:{config.perf.trainer}", ()))
     families = [one for one in installed()
                 if one.official and any(f"model_spec:{each}" in KNOWN[one.name] for each in types)]

@@ -30,7 +30,7 @@ def check_servers(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         ConfigError: a field of ServerArgs by which servers would answer as another model than the one that is trained.
     """
     options, variable = sglang_options(config), os.environ.get("NCCL_CUMEM_ENABLE", "")
-    if "server_args" in config.understood and not (options.rollout_external or config.debug.debug_train_only):
+    if "server_args" in config.understood and not options.rollout_external:
         for name, what, fix in (*_answers(config), *_weights(config)):
             raise ConfigError(what, got=config.surface("server")[name], who=who(config, f"server.{name}"), fix=fix,
                               code="server-answers-as-other-model")

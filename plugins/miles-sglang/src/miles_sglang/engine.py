@@ -310,7 +310,9 @@ class SglangEngine:
             raise EngineError(f"request {inflight.request.id} failed {inflight.failures} times",
                               code="request-retries-exhausted", got=str(why),
                               fix="look at the logs of the engines and the router") from why
-        self.event("request_failed", request=inflight.request.id, attempt=inflight.failures, why=str(why)[:300])
+        number, attempt, reason = inflight.request.id, inflight.failures, str(why)[:300]
+        self.event("request_failed", request=number, attempt=attempt, why=reason, level="detail",
+                   text=f"request {number}, attempt {attempt}: {reason}")
         # A server may still draw for a call that was cut off.
         self._background.spawn(self._pool.abort([inflight.rid]))
         with suppress(TimeoutError):

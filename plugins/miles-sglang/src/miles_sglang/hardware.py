@@ -134,16 +134,17 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _placement(config: RunConfig, note: Note) -> RunConfig:
-    """Ray where one machine cannot hold what SGLang's run asks for."""
-    perf = config.perf
-    if "servers" not in config.understood or perf.trainer_host is not None or "perf.placement" in config.origin:
+    """Ray where one machine cannot hold what SGLang's run, or one without an engine, asks for."""
+    perf, served = config.perf, "servers" in config.understood
+    stated = perf.trainer_host is not None or "perf.placement" in config.origin
+    if stated or not (served or config.debug.debug_train_only):
         return config
-    hosted = 0 if sglang_options(config).rollout_external else perf.rollout_num_gpus
+    hosted = perf.rollout_num_gpus if served and not sglang_options(config).rollout_external else 0
     trained = 0 if config.debug.debug_rollout_only else trainer_gpus(config)
     needed = max(hosted, trained) if perf.colocate else hosted + trained
     if 0 < gpus() < needed:
         return with_values(config, f"{needed} GPUs, {gpus()} here", perf__placement="ray")
-    if perf.actor_num_nodes > 1 or hosted and perf.rollout_num_gpus_per_engine > perf.num_gpus_per_node:
+    if served and perf.actor_num_nodes > 1 or hosted and perf.rollout_num_gpus_per_engine > perf.num_gpus_per_node:
         return with_values(config, "several nodes", perf__placement="ray")
     return config
 

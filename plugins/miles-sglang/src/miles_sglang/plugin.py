@@ -110,8 +110,7 @@ class Sglang:
         """The servers, their GPUs, and how weights travel to them."""
         from miles_sglang.hardware import lines
 
-        served = "server_args" in config.understood and not config.debug.debug_train_only
-        return lines(config) if served else []
+        return lines(config) if "server_args" in config.understood else []
 
     @hookimpl
     def diagnose(self) -> Iterable[Rule]:

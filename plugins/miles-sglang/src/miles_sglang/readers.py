@@ -146,7 +146,8 @@ class _Process:
     def _lost(self) -> None:
         self._channel = None
         why = f"it ended with code {_ended(self._popen)}"
-        self._readers._event("reader_lost", reader=self.name, why=why)
+        self._readers._event("reader_lost", reader=self.name, why=why,
+                             text=f"{self.name} is lost and is started again: {why}")
         self._fail(why)
 
     def _fail(self, why: str) -> None:

@@ -155,7 +155,9 @@ class ServerPool:
             with suppress(MilesError):
                 reported = (await server.client.model_info()).get("weight_version")
                 if self.usable(server) and str(reported) != str(server.version):
-                    self.event("engine_stale", engine=server.name, says=reported, expected=server.version)
+                    self.event("engine_stale", engine=server.name, says=reported, expected=server.version,
+                               text=f"{server.name} answers from version {reported} and not from {server.version}; it "
+                               "is not used until it has that one")
                     server.version = 0
                     if self.router is not None:
                         await self.router.remove(server.url)
@@ -190,11 +192,11 @@ class ServerPool:
             if now >= due:
                 due = now + self._options.health_check_interval
             if why is not None:
-                self.event("router_lost", why=why)
+                self.event("router_lost", why=why, text=f"the router is lost: {why}")
                 await self.router.revive(why)
                 if self.serving:  # else they draw no tokens now; whoever lets them go has them routed
                     await self._route_again()
-                self.event("router_restarted")
+                self.event("router_restarted", text="the router serves again")
                 self.admit()
 
     async def close(self) -> None:
@@ -247,7 +249,10 @@ class ServerPool:
             built = sorted({name for server in self.servers for name in await compilers(server)})
             before, silent.waited = silent.waited, bool(built) and awake() - silent.seen < limit
             if silent.waited and not before:
-                self.event("engine_compiles", engine=silent.name, what=", ".join(built), limit=limit)
+                what = ", ".join(built)
+                self.event("engine_compiles", engine=silent.name, what=what, limit=limit, level="info",
+                           text=f"{silent.name} does not answer while kernels are compiled ({what}); it is waited for, "
+                           f"up to {limit:g} s")
             return silent.waited
         return False
 
@@ -263,7 +268,7 @@ class ServerPool:
 
     def _lost(self, server: Server, why: str) -> None:
         if server.fault is None:
-            self.event("engine_lost", engine=server.name, why=why)
+            self.event("engine_lost", engine=server.name, why=why, text=f"{server.name} is lost: {why}")
         server.alive, server.version, server.fault = False, 0, why
 
     async def _revive(self, server: Server) -> None:
@@ -286,7 +291,8 @@ class ServerPool:
             with suppress(EngineError):
                 await attach(server, self._config, self._options.health_check_timeout)
             await asyncio.sleep(LOOK)
-        self.event("engine_restarted", engine=server.name, restarts=server.restarts)
+        self.event("engine_restarted", engine=server.name, restarts=server.restarts,
+                   text=f"{server.name} serves again, restart {server.restarts}")
         if self.serving:
             await self._route_again()
         self.admit()

@@ -34,7 +34,7 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
     Raises:
         ConfigError: fields of ServerArgs that contradict each other or the run.
     """
-    if config.rollout.engine != "sglang":
+    if "server_args" not in config.understood:
         origins = [str(origin) for key, origin in config.origin.items() if key.partition(".")[0] in (
             "sglang", "server", "router") and origin.kind != "plugin"]
         if origins and not config.debug.debug_train_only:

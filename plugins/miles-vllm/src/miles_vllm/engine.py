@@ -305,7 +305,9 @@ class VllmEngine:
         if call.failures > RETRIES:
             raise EngineError(f"request {call.request.id} failed {call.failures} times", got=str(why),
                               code="request-retries-exhausted", fix="look at the logs of the engines") from why
-        self.event("request_failed", request=call.request.id, attempt=call.failures, why=str(why)[:300])
+        number, attempt, reason = call.request.id, call.failures, str(why)[:300]
+        self.event("request_failed", request=number, attempt=attempt, why=reason, level="detail",
+                   text=f"request {number}, attempt {attempt}: {reason}")
         with suppress(TimeoutError):
             await asyncio.wait_for(call.stop.wait(), min(LONGEST_DELAY, 0.1 * 2 ** (call.failures - 1)))
 

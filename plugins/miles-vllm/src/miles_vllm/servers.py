@@ -200,7 +200,7 @@ class Servers:
     def lost(self, server: Server, why: str) -> None:
         """It counts as dead from now on."""
         if server.fault is None:
-            self.event("engine_lost", engine=server.name, why=why)
+            self.event("engine_lost", engine=server.name, why=why, text=f"{server.name} is lost: {why}")
         server.alive, server.version, server.fault = False, 0, why
 
     async def watch(self, server: Server) -> None:
@@ -275,7 +275,8 @@ class Servers:
                                   fix=f"look at {self.log(server)}, or raise vllm.max_restarts")
         server.restarts += 1
         await self.launch(server)
-        self.event("engine_restarted", engine=server.name, restarts=server.restarts)
+        self.event("engine_restarted", engine=server.name, restarts=server.restarts,
+                   text=f"{server.name} serves again, restart {server.restarts}")
         self.changed()
 
 

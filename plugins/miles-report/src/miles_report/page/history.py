@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from miles_core.record.events import LIFECYCLE, Kind, stage_seconds
-from miles_core.record.faults import FAULTS
 
 PACE = 20
 """Rollouts whose pace says when the run will be done."""
@@ -106,7 +105,7 @@ class History:
             self._lived = event["time"]
         if (taker := _TAKERS.get(kind)) is not None:
             taker(self, event)
-        if kind in _TOLD:
+        if kind in _TOLD or "text" in event:
             self.log.append(_entry(event))
 
     def _start(self, event: dict) -> None:
@@ -197,7 +196,7 @@ def _stands(rollout: int | None, begin: float) -> bool:
 
 def _entry(event: dict) -> dict[str, object]:
     """One line of the page's log."""
-    level, text = _TOLD[event["event"]](event)
+    level, text = _TOLD.get(event["event"], _said)(event)
     return {"time": event["time"], "kind": event["event"], "level": level, "text": text, "rollout": event["rollout_id"]}
 
 
@@ -211,11 +210,13 @@ def _ended(event: dict) -> tuple[str, str]:
     return level, str(event.get("status")) + (f": {event['error']}" if event.get("error") else "")
 
 
+def _said(event: dict) -> tuple[str, str]:
+    return str(event.get("level", "warning")), str(event["text"])
+
+
 _TOLD: dict[str, Callable[[dict], tuple[str, str]]] = {
     Kind.RUN_START: _started,
     Kind.RUN_END: _ended,
-    Kind.MESSAGE: lambda e: (str(e.get("level", "info")), str(e.get("text", ""))),
     Kind.CHECKPOINT: lambda e: ("info", f"{e.get('path')} ({e.get('seconds') or 0:.2f} s)"),
-    **FAULTS,
 }  # fmt: skip
-"""Kind -> level and sentence of the events that are told in words."""
+"""Kind -> level and sentence of the events that are told in words and bring none."""
