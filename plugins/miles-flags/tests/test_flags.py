@@ -1,5 +1,6 @@
 """Every flag of the list that is accepted sets what it says, and every other says what to write."""
 
+import base64
 import os
 import sys
 
@@ -9,7 +10,7 @@ from miles_sglang.forwarded import surface_of
 
 from miles_core.cli import completion
 from miles_core.config.load import load
-from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
+from miles_core.errors import ConfigError, DataError, OwnerError, UnknownKeyError
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import readable
@@ -133,10 +134,16 @@ def test_words_that_are_taken_of_a_flag_that_is_refused():
 
 
 def test_an_eval_config_becomes_eval_datasets(tmp_path):
-    (tmp_path / "eval.yaml").write_text("eval: {defaults: {top_p: 0.7}, datasets: [{name: a, path: a.jsonl, "
-                                        "n_samples_per_eval_prompt: 4}, {name: b, path: b.jsonl, top_p: 1.0}]}")
-    assert load(None, ["--eval-config", str(tmp_path / "eval.yaml")]).config.eval.datasets == [
-        {"top_p": 0.7, "name": "a", "path": "a.jsonl", "n_samples": 4}, {"top_p": 1.0, "name": "b", "path": "b.jsonl"}]
+    text = ("eval: {defaults: {top_p: 0.7}, datasets: [{name: a, path: a.jsonl, n_samples_per_eval_prompt: 4}, "
+            "{name: b, path: b.jsonl, top_p: 1.0}]}")
+    (tmp_path / "eval.yaml").write_text(text)
+    for given in (str(tmp_path / "eval.yaml"), f"base64:{base64.b64encode(text.encode()).decode()}"):
+        assert load(None, ["--eval-config", given]).config.eval.datasets == [
+            {"top_p": 0.7, "name": "a", "path": "a.jsonl", "n_samples": 4},
+            {"top_p": 1.0, "name": "b", "path": "b.jsonl"}]
+    with pytest.raises(DataError) as caught:
+        load(None, ["--eval-config", "base64:no"])
+    assert caught.value.code == "eval-config-unreadable"
 
 
 @pytest.mark.parametrize(("flags", "plugin", "option", "value"), [
