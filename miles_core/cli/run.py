@@ -86,7 +86,7 @@ def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     return run_words(ctx, param, incomplete)
 
 
-SCRIPTS: dict[str, tuple[str, ...]] = {"train.py": (), "train_async.py": ("--train-async",)}
+SCRIPTS = {"train.py": ("--script-defaults",), "train_async.py": ("--script-defaults", "--train-async")}
 """Where an old launch script names one of these, `miles run` may stand before it; the second samples ahead."""
 
 

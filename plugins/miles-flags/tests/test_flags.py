@@ -5,10 +5,12 @@ import os
 import sys
 
 import pytest
+from miles_flags.defaults import of_trainer
 from miles_flags.table import flags, refusal, table
 from miles_sglang.forwarded import surface_of
 
 from miles_core.cli import completion
+from miles_core.cli.run import SCRIPTS
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, DataError, OwnerError, UnknownKeyError
 from miles_core.plugins.plan import prepare
@@ -53,7 +55,8 @@ def test_a_flag_that_stands_for_options_sets_them_all_and_yields_to_theirs(flag)
     assert {key: value_of(config, key) for key in wanted} == wanted
     for key, value in wanted.items():
         named = f"--{OPTIONS[key].name.replace('_', '-')}"
-        words = ["false"] if OPTIONS[key].is_bool else ["7"]
+        other = next((str(choice) for choice in OPTIONS[key].choices if choice != value), "7")
+        words = ["false"] if OPTIONS[key].is_bool else [other]
         for argv in ([flag, named, *words], [named, *words, flag]):
             assert value_of(load(None, argv).config, key) != value, argv
 
@@ -131,6 +134,20 @@ def test_words_that_are_taken_of_a_flag_that_is_refused():
     assert any("--spec" in note for note in load(None, ["--spec", "miles_plugins.models.glm4", "get_glm_spec"]).notes)
     with pytest.raises(UnknownKeyError):
         load(None, ["--spec", "mine", "spec"])
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ([], (0.2, 0.01, 0.999, "linear")),
+    (["--eps-clip", "0.3", "--weight-decay", "0.1", "--lr-decay-style", "constant"], (0.3, 0.1, 0.999, "constant")),
+    (["--train-backend", "fsdp", "--adam-beta2", "0.98"], (0.2, 0.0, 0.98, "constant")),
+])
+def test_what_a_launch_script_leaves_out_is_what_its_program_takes(words, expected):
+    """As in utils/arguments.py and fsdp_utils/arguments.py of radixark Miles, and Megatron-LM's arguments.py."""
+    config = of_trainer(load(None, [*words, *SCRIPTS["train.py"]]).config)
+    optimizer = config.optimizer
+    assert (config.algorithm.eps_clip, optimizer.weight_decay, optimizer.adam_beta2,
+            optimizer.lr_decay_style) == expected
+    assert "algorithm.eps_clip" in config.origin, "so the upper width follows it"
 
 
 def test_an_eval_config_becomes_eval_datasets(tmp_path):

@@ -181,4 +181,5 @@ def test_a_launch_script_of_one_step_off_training_is_recognised(monkeypatch):
     monkeypatch.setattr("miles_core.plugins.plan.prepare", lambda path, argv: seen.append((path, tuple(argv))))
     for script in ("train_async.py", "slime/train.py"):
         CliRunner().invoke(command, ["--plan", script, "--fully-async"])
-    assert seen == [(None, ("--fully-async", "--train-async")), (None, ("--fully-async",))]
+    assert seen == [(None, ("--fully-async", "--script-defaults", "--train-async")),
+                    (None, ("--fully-async", "--script-defaults"))]
