@@ -6,7 +6,7 @@ from miles_core.config.load import with_values
 from miles_core.config.tables import Optimizer, RunConfig
 
 FLAG = "--script-defaults"
-"""`miles run train.py` adds it; flags.toml has what it sets, which is Megatron-LM's where the optimizer is concerned."""
+"""`miles run train.py` adds it; flags.toml has what it sets, of the optimizer what Megatron-LM has."""
 
 
 def of_trainer(config: RunConfig) -> RunConfig:

@@ -8,7 +8,6 @@ from typing import Any
 
 from miles_core.errors import DataError
 
-
 INLINE = "base64:"
 """What Miles's launchers in Python write before the text of a file, in place of its path."""
 
