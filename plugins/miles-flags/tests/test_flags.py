@@ -80,7 +80,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--log-multi-turn"], "hook metrics"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
+    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--algorithm.gae-lambda", "1"], "write --lambd"), (["--lr", "1e-6", "-use-tis"], "write --use-tis"),
 ])  # fmt: skip
@@ -91,7 +91,7 @@ def test_a_flag_that_has_no_place_says_what_to_write(argv, says):
 
 def test_a_flag_that_is_not_needed_is_a_note():
     loaded = load(None, ["--distributed-backend", "nccl"])
-    assert any("--distributed-backend is not needed" in note for note in loaded.notes)
+    assert any("--distributed-backend changes nothing" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize("part", table()["parts"])
@@ -122,15 +122,24 @@ def test_a_plugin_that_is_installed_and_not_enabled_is_named_for_its_option_even
     from miles_core.plugins import select
 
     (tis,) = (one for one in readable() if one.name == "tis")
-    option = Option("tis", "log_multi_turn", "bool", False, "", ("--log-multi-turn",))
+    option = Option("tis", "dumper_enable", "bool", False, "", ("--dumper-enable",))
     tis = replace(tis, options={option.name: option})
     monkeypatch.setattr(select, "readable", lambda hook=None: [tis])
     with pytest.raises(UnknownKeyError, match="belongs to plugin 'tis'"):
-        load(None, ["--log-multi-turn"])
-    assert refusal("--log-multi-turn") is not None
+        load(None, ["--dumper-enable"])
+    assert refusal("--dumper-enable") is not None
+
+
+def test_a_folder_of_details_is_where_rollouts_are_saved():
+    debug = load(None, ["--dump-details", "runs/a"]).config.debug
+    assert debug.save_debug_rollout_data == "runs/a/rollout_data/{rollout_id}"
 
 
 def test_words_that_are_taken_of_a_flag_that_is_refused():
+    taken = load(None, ["--train-env-vars", '{"PYTORCH_CUDA_ALLOC_CONF":"expandable_segments:True"}'])
+    assert any("--train-env-vars" in note for note in taken.notes)
+    with pytest.raises(UnknownKeyError):
+        load(None, ["--train-env-vars", '{"NVTE_FUSED_ATTN":"0"}'])
     assert any("--spec" in note for note in load(None, ["--spec", "miles_plugins.models.glm4", "get_glm_spec"]).notes)
     with pytest.raises(UnknownKeyError):
         load(None, ["--spec", "mine", "spec"])
