@@ -45,7 +45,8 @@ def test_plugins_that_change_megatrons_layers_are_refused(plan, name):
 
 
 def test_functions_named_by_path_need_nothing_of_megatrons(plan):
-    planned = plan("--dynamic-sampling-filter-path", "mine.keep", "--custom-megatron-before-train-step-hook-path", "mine.step")
+    planned = plan("--dynamic-sampling-filter-path", "mine.keep", "--custom-megatron-before-train-step-hook-path",
+                   "mine.step")
     assert "compat" in {one.manifest.name for one in planned.selected}
 
 
