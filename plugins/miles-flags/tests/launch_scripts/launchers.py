@@ -1,8 +1,8 @@
 """Development script that adds launchers in Python to scripts.json; no test runs it:   python launchers.py MILES
 
-MILES is a checkout. Each file of its scripts/ and examples/ that calls execute_train is imported in a process of its own,
-in which commands are recorded and not run and packages that only a cluster has are empty, and its training is started
-with its defaults.
+MILES is a checkout. Each file of its scripts/ and examples/ that calls execute_train is imported in a process of its
+own, in which commands are recorded and not run and packages that only a cluster has are empty, and its training is
+started with its defaults.
 """
 
 from __future__ import annotations
