@@ -27,8 +27,9 @@ def short(number: float) -> str:
 
 
 DEFAULT = Algorithm()
-TIS = {name: option.default for name, option in of_source(
-    HERE.parent / "plugins" / "miles-tis" / "src" / "miles_tis" / "plugin.py").options.items()}
+TIS, SAPO = ({name: option.default for name, option in of_source(
+    HERE.parent / "plugins" / f"miles-{plugin}" / "src" / f"miles_{plugin}" / "plugin.py").options.items()}
+    for plugin in ("tis", "sapo"))
 
 BAND = f"[1 - {DEFAULT.eps_clip}, 1 + {DEFAULT.eps_clip_high}]"
 BOUND = f"±{loss.LOG_RATIO_BOUND:g}"
@@ -62,6 +63,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("`gspo`: ratio", "exp(mean log ratio), the same at each token", "the same", "the same", "the same", "-"),
     ("`cispo`: band of the weight", f"both sides, {BAND}", "-", "both sides", "both sides",
      "above only, at the absolute value `epsilon_high`"),
+    ("`sapo`: temperature of the gate", f"{SAPO['temperature_pos']:g} where A > 0, else {SAPO['temperature_neg']:g}",
+     "-", "-", "the same", "the same"),
     ("KL `k3`", "exp(-d) - 1 + d", "exp(-d) - 1 + d", "exp(-d) - 1 + d", "-", "-"),
     ("KL `low_var_kl`", "k3, d in ±20, result in ±10", "k3, d in ±20, result in ±10", "k3, result in ±10", "-", "-"),
     ("unbiased KL", "`use_unbiased_kl`: x ratio, before the last clamp", "the same", "-", "-",

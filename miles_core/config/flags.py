@@ -164,7 +164,7 @@ def needless(one: Given, switch: bool, why: str, notes: list[str]) -> list[Assig
     """What a flag assigns that changes nothing here: nothing, with a note that says why."""
     if switch:
         alone(one)
-    notes.append(f"{one.flag} is not needed: {why}")
+    notes.append(f"{one.flag} changes nothing: {why}")
     return []
 
 

@@ -335,8 +335,18 @@ def test_a_function_that_nobody_would_call_is_refused(options):
 
 def test_whole_samples_and_context_parallelism_exclude_each_other():
     config = RunConfig(perf=Perf(actor_num_gpus_per_node=2), surfaces={"megatron": {"context_parallel_size": 2}})
-    with pytest.raises(ConfigError, match="context parallelism cuts them"):
-        Compat(CompatOptions(custom_tis_function_path="a.b"), config)
+    sharded = RunConfig(perf=Perf(trainer="fsdp"), options={"fsdp": {"context_parallel_size": 2}})
+    for one in (config, sharded):
+        with pytest.raises(ConfigError) as caught:
+            Compat(CompatOptions(custom_tis_function_path="a.b"), one)
+        assert caught.value.code == "tis-function-context-parallel" and caught.value.got == "context_parallel_size 2"
+
+
+@pytest.mark.parametrize("key", ["custom_megatron_init_path", "custom_model_provider_path"])
+def test_what_megatrons_trainer_alone_calls_is_refused_under_another(key):
+    with pytest.raises(ConfigError) as caught:
+        Compat(CompatOptions(**{key: "a.b"}), RunConfig(perf=Perf(trainer="fsdp")))
+    assert caught.value.code == "function-never-called" and key in str(caught.value)
 
 
 @pytest.mark.parametrize("word", ["def", "async def"])

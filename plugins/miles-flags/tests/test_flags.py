@@ -1,15 +1,18 @@
 """Every flag of the list that is accepted sets what it says, and every other says what to write."""
 
+import base64
 import os
 import sys
 
 import pytest
+from miles_flags.defaults import of_trainer
 from miles_flags.table import flags, refusal, table
 from miles_sglang.forwarded import surface_of
 
 from miles_core.cli import completion
+from miles_core.cli.run import SCRIPTS
 from miles_core.config.load import load
-from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
+from miles_core.errors import ConfigError, DataError, OwnerError, UnknownKeyError
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import readable
@@ -52,7 +55,8 @@ def test_a_flag_that_stands_for_options_sets_them_all_and_yields_to_theirs(flag)
     assert {key: value_of(config, key) for key in wanted} == wanted
     for key, value in wanted.items():
         named = f"--{OPTIONS[key].name.replace('_', '-')}"
-        words = ["false"] if OPTIONS[key].is_bool else ["7"]
+        other = next((str(choice) for choice in OPTIONS[key].choices if choice != value), "7")
+        words = ["false"] if OPTIONS[key].is_bool else [other]
         for argv in ([flag, named, *words], [named, *words, flag]):
             assert value_of(load(None, argv).config, key) != value, argv
 
@@ -76,7 +80,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--log-multi-turn"], "hook metrics"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
+    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--algorithm.gae-lambda", "1"], "write --lambd"), (["--lr", "1e-6", "-use-tis"], "write --use-tis"),
 ])  # fmt: skip
@@ -87,7 +91,7 @@ def test_a_flag_that_has_no_place_says_what_to_write(argv, says):
 
 def test_a_flag_that_is_not_needed_is_a_note():
     loaded = load(None, ["--distributed-backend", "nccl"])
-    assert any("--distributed-backend is not needed" in note for note in loaded.notes)
+    assert any("--distributed-backend changes nothing" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize("part", table()["parts"])
@@ -118,25 +122,54 @@ def test_a_plugin_that_is_installed_and_not_enabled_is_named_for_its_option_even
     from miles_core.plugins import select
 
     (tis,) = (one for one in readable() if one.name == "tis")
-    option = Option("tis", "log_multi_turn", "bool", False, "", ("--log-multi-turn",))
+    option = Option("tis", "dumper_enable", "bool", False, "", ("--dumper-enable",))
     tis = replace(tis, options={option.name: option})
     monkeypatch.setattr(select, "readable", lambda hook=None: [tis])
     with pytest.raises(UnknownKeyError, match="belongs to plugin 'tis'"):
-        load(None, ["--log-multi-turn"])
-    assert refusal("--log-multi-turn") is not None
+        load(None, ["--dumper-enable"])
+    assert refusal("--dumper-enable") is not None
+
+
+def test_a_folder_of_details_is_where_rollouts_are_saved():
+    debug = load(None, ["--dump-details", "runs/a"]).config.debug
+    assert debug.save_debug_rollout_data == "runs/a/rollout_data/{rollout_id}"
 
 
 def test_words_that_are_taken_of_a_flag_that_is_refused():
+    taken = load(None, ["--train-env-vars", '{"PYTORCH_CUDA_ALLOC_CONF":"expandable_segments:True"}'])
+    assert any("--train-env-vars" in note for note in taken.notes)
+    with pytest.raises(UnknownKeyError):
+        load(None, ["--train-env-vars", '{"NVTE_FUSED_ATTN":"0"}'])
     assert any("--spec" in note for note in load(None, ["--spec", "miles_plugins.models.glm4", "get_glm_spec"]).notes)
     with pytest.raises(UnknownKeyError):
         load(None, ["--spec", "mine", "spec"])
 
 
+@pytest.mark.parametrize(("words", "expected"), [
+    ([], (0.2, 0.01, 0.999, "linear")),
+    (["--eps-clip", "0.3", "--weight-decay", "0.1", "--lr-decay-style", "constant"], (0.3, 0.1, 0.999, "constant")),
+    (["--train-backend", "fsdp", "--adam-beta2", "0.98"], (0.2, 0.0, 0.98, "constant")),
+])
+def test_what_a_launch_script_leaves_out_is_what_its_program_takes(words, expected):
+    """As in utils/arguments.py and fsdp_utils/arguments.py of radixark Miles, and Megatron-LM's arguments.py."""
+    config = of_trainer(load(None, [*words, *SCRIPTS["train.py"]]).config)
+    optimizer = config.optimizer
+    assert (config.algorithm.eps_clip, optimizer.weight_decay, optimizer.adam_beta2,
+            optimizer.lr_decay_style) == expected
+    assert "algorithm.eps_clip" in config.origin, "so the upper width follows it"
+
+
 def test_an_eval_config_becomes_eval_datasets(tmp_path):
-    (tmp_path / "eval.yaml").write_text("eval: {defaults: {top_p: 0.7}, datasets: [{name: a, path: a.jsonl, "
-                                        "n_samples_per_eval_prompt: 4}, {name: b, path: b.jsonl, top_p: 1.0}]}")
-    assert load(None, ["--eval-config", str(tmp_path / "eval.yaml")]).config.eval.datasets == [
-        {"top_p": 0.7, "name": "a", "path": "a.jsonl", "n_samples": 4}, {"top_p": 1.0, "name": "b", "path": "b.jsonl"}]
+    text = ("eval: {defaults: {top_p: 0.7}, datasets: [{name: a, path: a.jsonl, n_samples_per_eval_prompt: 4}, "
+            "{name: b, path: b.jsonl, top_p: 1.0}]}")
+    (tmp_path / "eval.yaml").write_text(text)
+    for given in (str(tmp_path / "eval.yaml"), f"base64:{base64.b64encode(text.encode()).decode()}"):
+        assert load(None, ["--eval-config", given]).config.eval.datasets == [
+            {"top_p": 0.7, "name": "a", "path": "a.jsonl", "n_samples": 4},
+            {"top_p": 1.0, "name": "b", "path": "b.jsonl"}]
+    with pytest.raises(DataError) as caught:
+        load(None, ["--eval-config", "base64:no"])
+    assert caught.value.code == "eval-config-unreadable"
 
 
 @pytest.mark.parametrize(("flags", "plugin", "option", "value"), [

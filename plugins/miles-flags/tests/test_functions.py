@@ -1,5 +1,7 @@
 """Functions that a launch script names by path: what of the run they stand for."""
 
+import base64
+
 import pytest
 from miles_flags.functions import parts_of
 
@@ -63,6 +65,8 @@ def test_without_labels_the_teacher_is_all_there_is_to_learn_from():
 
 
 def test_settings_that_are_options_of_the_run_set_them(tmp_path):
-    (tmp_path / "mine.yaml").write_text("eps_clip: 0.3\nmine: 7\n")
-    config, notes = derived("--custom-config-path", str(tmp_path / "mine.yaml"))
-    assert config.algorithm.eps_clip == 0.3 and len([note for note in notes if "eps_clip" in note]) == 1
+    text = "eps_clip: 0.3\nmine: 7\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    for given in (str(tmp_path / "mine.yaml"), f"base64:{base64.b64encode(text.encode()).decode()}"):
+        config, notes = derived("--custom-config-path", given)
+        assert config.algorithm.eps_clip == 0.3 and len([note for note in notes if "eps_clip" in note]) == 1

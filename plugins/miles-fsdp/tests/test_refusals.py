@@ -49,6 +49,12 @@ def test_plugins_that_change_megatrons_layers_are_refused(plan, name):
     assert caught.value.code in ("plugin-conflict", "fsdp-megatron-options")
 
 
+def test_functions_named_by_path_need_nothing_of_megatrons(plan):
+    planned = plan("--dynamic-sampling-filter-path", "mine.keep", "--custom-megatron-before-train-step-hook-path",
+                   "mine.step")
+    assert "compat" in {one.manifest.name for one in planned.selected}
+
+
 def test_routing_replay_needs_nothing_of_megatrons(plan):
     """What the plugin implies for Megatron's trainer is no reason to refuse it."""
     assert plan("--plugin", "r3", experts=True).config.surface("megatron") == {"moe_enable_routing_replay": True}

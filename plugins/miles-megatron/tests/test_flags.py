@@ -12,7 +12,9 @@ from miles_megatron import flags
 from miles_megatron.flags import layer_pattern, lookup, megatron_lm_flags
 from miles_megatron.surface import surface
 
+from miles_core.config.load import load
 from miles_core.config.tables import TABLES
+from miles_core.errors import ConfigError
 
 OWN = {f"{table}.{field.name}" for table, kind in TABLES.items() for field in dataclasses.fields(kind)}
 
@@ -109,3 +111,9 @@ def test_layer_patterns_of_launch_scripts(text, value):
 def test_other_text_is_no_layer_pattern(text):
     with pytest.raises(ValueError, match="layer pattern"):
         layer_pattern(text)
+
+
+def test_a_flag_with_other_text_is_an_error_that_names_it():
+    with pytest.raises(ConfigError) as caught:
+        load(None, ["--moe-layer-freq", "[1,1"])
+    assert caught.value.code == "option-wrong-type" and "--moe-layer-freq" in str(caught.value)

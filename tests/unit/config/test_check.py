@@ -98,7 +98,7 @@ NOTED = {
     "--debug-train-only is implied": ["--load-debug-rollout-data", "data/{rollout_id}"],
     "the reference model is --hf-checkpoint": ["--use-kl-loss"],
     "overrides micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 9999, "--micro-batch-size", 2],
-    "is not needed": ["--padded-vocab-size", 512],
+    "changes nothing": ["--padded-vocab-size", 512],
     "nothing that is enabled reads algorithm.kl_loss_coef, algorithm.reduction_constant, debug.profile_step_end": [
         "--kl-loss-coef", 0.1, "--reduction-constant", 8, "--profile-step-end", 3],
     "reads rollout.max_weight_staleness": ["--max-weight-staleness", 1],
@@ -181,4 +181,5 @@ def test_a_launch_script_of_one_step_off_training_is_recognised(monkeypatch):
     monkeypatch.setattr("miles_core.plugins.plan.prepare", lambda path, argv: seen.append((path, tuple(argv))))
     for script in ("train_async.py", "slime/train.py"):
         CliRunner().invoke(command, ["--plan", script, "--fully-async"])
-    assert seen == [(None, ("--fully-async", "--train-async")), (None, ("--fully-async",))]
+    assert seen == [(None, ("--fully-async", "--script-defaults", "--train-async")),
+                    (None, ("--fully-async", "--script-defaults"))]

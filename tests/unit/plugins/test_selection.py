@@ -30,7 +30,7 @@ def two(site):
     """The plugins one, which offers a preset, two, one that claims a flag of Miles, and one of a later Miles."""
     install(site, "one", stated={"presets": DAPO})
     install(site, "two", distribution="miles-plugin-two")
-    install(site, "tracker", body=BODY.replace('"How wide.")', '"How wide.", flags=("--log-multi-turn",))'))
+    install(site, "tracker", body=BODY.replace('"How wide.")', '"How wide.", flags=("--dumper-enable",))'))
     install(site, "ahead", core=">=9.9")
 
 
@@ -113,7 +113,7 @@ def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
     (["--plugin", "one", "--plugin"], ConfigError, "--plugin needs a name.*write --plugin NAME"),
     (["--plugins", "one"], ConfigError, "unknown flag --plugins.*did you mean --plugin"),
     (["--rm-type", "two-reward"], OwnerError, "rm_type.*add --plugin two"),
-    (["--plugin", "one", "--log-multi-turn"], ConfigError, "--log-multi-turn belongs to.* 'tracker'.*--plugin tracker"),
+    (["--plugin", "one", "--dumper-enable"], ConfigError, "--dumper-enable belongs to.* 'tracker'.*--plugin tracker"),
     (["--plugin", "ahead"], ManifestError, "miles-ahead 1.0: .*miles-core>=9.9.*0.1.0"),
 ])  # fmt: skip
 def test_each_mistake_is_answered(two, flags, kind, message):

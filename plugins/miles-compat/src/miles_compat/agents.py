@@ -103,7 +103,7 @@ def _made(function: Callable[..., Any], args: Args) -> Any:
         told, input = CALL.get()
         given = {"base_url": address, "prompt": input.sample.prompt if isinstance(input.sample.prompt, list)
                  else task.messages, "request_kwargs": build_chat_request_kwargs(input.sampling_params),
-                 "metadata": input.sample.metadata}
+                 "metadata": {**input.sample.metadata, **bound}}
         try:
             answer = await function(**given)
         except Exception as error:
@@ -115,6 +115,7 @@ def _made(function: Callable[..., Any], args: Args) -> Any:
                             fix='return {"reward": ...} for the reward function to read in sample.metadata')
         told.update(answer or {})
 
+    bound = {"max_seq_len": args.max_seq_len} if args.max_seq_len else {}
     options = ToolsOptions(**args._config.options.get("tools", {}))
     return Agents(options, args._config, call, matcher(args.session_message_matcher))
 

@@ -151,7 +151,7 @@ def _of_core(config: RunConfig, name: str) -> tuple[object] | None:
     from miles_flags.table import flags
 
     listed = flags().get("--" + name.replace("_", "-"), {})
-    key = ALIASES.get(name, "" if "value" in listed else str(listed.get("key", "")))
+    key = ALIASES.get(name, "" if {"value", "below"} & listed.keys() else str(listed.get("key", "")))
     table, _, option = key.partition(".")
     return (getattr(getattr(config, table), option),) if table in TABLES else None
 

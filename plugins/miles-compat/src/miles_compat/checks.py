@@ -49,24 +49,29 @@ def check(options: Any, config: RunConfig) -> None:
     if options.custom_tis_function_path and config.options.get("tis", {}).get("use_tis"):
         raise ConfigError("use_tis and custom_tis_function_path would both weigh the tokens", who="[tis], [compat]",
                           fix="drop --use-tis: the path alone is enough", code="tis-applied-twice")
-    if options.custom_tis_function_path and layout_of(config).context > 1:
+    parts = config.options.get(config.perf.trainer, {}).get("context_parallel_size", layout_of(config).context)
+    if options.custom_tis_function_path and parts > 1:
         raise ConfigError("custom_tis_function_path is given whole samples, and context parallelism cuts them",
-                          code="tis-function-context-parallel",
-                          got=f"context_parallel_size {layout_of(config).context}", who="plugin compat",
+                          code="tis-function-context-parallel", got=f"context_parallel_size {parts}",
+                          who="plugin compat",
                           fix="take an option of plugin tis, or write the hook token_weights, which has segment_sum")
 
 
 GENERATED = ("eval_function_path", "rollout_sample_hook_path", "custom_agent_function_path", "generate_tool_specs_path",
              "generate_execute_tool_function_path")
 """Options that the generator custom looks at."""
+MEGATRONS = ("custom_megatron_init_path", "custom_model_provider_path", "custom_update_weight_post_write_path")
+"""Functions that Megatron's trainer alone calls."""
 
 
 def _check_functions(options: Any, config: RunConfig) -> None:
-    for key in GENERATED:
-        if getattr(options, key) and config.rollout.generate != "custom":
-            raise ConfigError(f"nothing calls the function of {key}", code="function-never-called",
-                              got=f"--generate {config.rollout.generate}", who="plugin compat",
-                              fix="leave --generate out, or the function")
+    for keys, part, chosen, caller in ((GENERATED, "generate", config.rollout.generate, "custom"),
+                                       (MEGATRONS, "trainer", config.perf.trainer, "megatron")):
+        for key in keys if chosen != caller else ():
+            if getattr(options, key):
+                raise ConfigError(f"nothing calls the function of {key}", code="function-never-called",
+                                  who="plugin compat", got=f"--{part} {chosen}",
+                                  fix=f"--{part} {caller}, or leave the function out")
     if options.custom_update_weight_post_write_path and not str(config.perf.weight_sync).startswith("disk"):
         raise ConfigError("no weights are written to files, so nothing calls the function of "
                           "custom_update_weight_post_write_path",

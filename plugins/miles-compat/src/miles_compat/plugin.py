@@ -114,6 +114,8 @@ class CompatOptions:
 class Compat:
     """Functions named by path, as in launch scripts of Miles and slime, called by hooks."""
 
+    provides = ("hf-modules",)  # which it leaves as they are: a function that changes the model is Megatron's
+
     def __init__(self, options: CompatOptions, config: RunConfig,
                  log: Callable[[str, float], None] = lambda name, value: None):
         check(options, config)

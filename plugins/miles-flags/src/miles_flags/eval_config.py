@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.errors import ConfigError, DataError
+from miles_flags.settings import text_of
 
 if TYPE_CHECKING:
     from miles_core.config.flags import Given
@@ -26,7 +26,7 @@ def datasets_of(flag: Given) -> list[dict[str, object]]:
 
     who = f"{flag.flag} {' '.join(flag.words)}"
     try:
-        document = yaml.safe_load(Path(*flag.words).read_text(encoding="utf-8"))
+        document = yaml.safe_load(text_of(*flag.words))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError("the file of eval datasets cannot be read", got=str(error), who=who,
                         fix="name one YAML file", code="eval-config-unreadable") from None

@@ -27,7 +27,8 @@ class Flags:
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """What a function that is named by path stands for in a launch script."""
+        """What a function that is named by path, and what nothing is said of, stands for in a launch script."""
+        from miles_flags.defaults import of_trainer
         from miles_flags.functions import parts_of
 
-        return parts_of(config, note)
+        return parts_of(of_trainer(config), note)

@@ -63,8 +63,8 @@ class MilesFlags(Surface):
         """See Surface."""
         entry = flags().get(flag.flag)
         if entry is not None and "values" in entry:
-            words = " ".join(flag.words)
-            entry = next((taken for like, taken in entry["values"].items() if fnmatchcase(words, like)), entry)
+            text = " ".join(flag.words)
+            entry = next((taken for like, taken in entry["values"].items() if fnmatchcase(text, like)), entry)
         if (reason := refusal(flag.flag)) is not None and (entry is None or "refused" in entry):
             raise UnknownKeyError(f"{flag.flag} has no place here", code="miles-flag-unsupported", who="Miles's flag",
                                   fix=reason)
@@ -83,7 +83,8 @@ class MilesFlags(Surface):
             alone(flag)
         if "set" in entry:
             return [Assignment(key, value, origin, yields=True) for key, value in entry["set"].items()]
-        return [Assignment(entry["key"], entry.get("value", words_of(flag)), origin)]
+        words = str(Path(*flag.words, entry["below"])) if "below" in entry else words_of(flag)
+        return [Assignment(entry["key"], entry.get("value", words), origin)]
 
     def advice(self, name: str) -> str | None:
         """See Surface."""
@@ -148,4 +149,4 @@ def _meaning(entry: Mapping[str, Any]) -> str:
     if "set" in entry:
         return "sets " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in entry["set"].items())
     fixed = f" = {json.dumps(entry['value'])}" if "value" in entry else ""
-    return f"sets `{entry['key']}{fixed}`"
+    return f"sets `{entry['key']}{fixed}`" + (f" to `{entry['below']}` in that folder" if "below" in entry else "")

@@ -76,8 +76,11 @@ def argv(words: list[str], root: Path, tokenizer: Path) -> list[str]:
     for given in (given for flag in WEIGHTS for given in after(moved, flag)):
         Path(given).mkdir(parents=True, exist_ok=True)
         (Path(given) / "config.json").write_text(json.dumps(said), encoding="utf-8")
-    for given in after(moved, "--load"):
-        Path(given).mkdir(parents=True, exist_ok=True)
+    for folder in map(Path, after(moved, "--load")):
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "config.json").exists() and folder != model:  # a converted checkpoint, not a run's
+            (folder / "release").mkdir()
+            (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
     files = {below(root, name): below(root, text)
              for entry in recorded().values() for name, text in entry["files"].items()}
     texts = [files[word] for word in moved if word in files]

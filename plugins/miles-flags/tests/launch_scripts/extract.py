@@ -2,7 +2,8 @@
 
 Each shell script under scripts/ and examples/ that starts train.py or train_async.py is executed by bash up to `ray job
 submit`, with every program but a few text filters replaced by nothing, and the words it would submit are recorded.
-Folders are checkouts or unpacked archives; a file COMMIT in each names the commit.
+launchers.py adds those that are written in Python. Folders are checkouts or unpacked archives; a file COMMIT in each
+names the commit.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Fsdp:
 
     hookspecs = "miles_fsdp.hookspecs"
     provides = ("trainer:fsdp:transformers",)
-    conflicts = ("compat", "fp8", "int4-qat", "mtp")
+    conflicts = ("fp8", "int4-qat", "mtp")
 
     def __init__(self, options: FsdpOptions):
         self._options = options

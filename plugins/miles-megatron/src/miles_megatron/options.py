@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from miles_core.config.flags import Assignment, alone, needless, words_of
 from miles_core.config.options import REQUIRED, Option, Origin, convert
 from miles_core.config.surfaces import Surface, alike
-from miles_core.errors import UnknownKeyError
+from miles_core.errors import ConfigError, UnknownKeyError
 from miles_megatron import flags
 from miles_megatron.flags import OWN, Flag
 from miles_megatron.surface import SurfaceField, surface, version
@@ -69,7 +69,12 @@ class MegatronOptions(Surface):
         if kind.startswith("list[int]"):  # Megatron-LM's --window-size 128,0
             value = [one for each in value for one in (each.split(",") if isinstance(each, str) else [each])]
         if isinstance(value, str) and kind.startswith("int") and value.startswith(("[", "(")):
-            value, kind = flags.layer_pattern(value), "list[int]"
+            try:
+                value, kind = flags.layer_pattern(value), "list[int]"
+            except ValueError as error:
+                key, wanted = f"megatron.{name}", "a layer pattern"
+                raise ConfigError(f"{key} should be {wanted}", code="option-wrong-type", got=str(error),
+                                  who=str(origin), fix="write [0,1,1], or ([0]*3+[1]*45)") from None
         option = Option("megatron", name, kind, field.default, field.help)
         return option.key, convert(option, value, origin)
 
