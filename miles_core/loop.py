@@ -39,8 +39,7 @@ async def train(run: Run) -> None:
         done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await run.rest()
-    for side in done:
-        side.result()
+    await asyncio.gather(*done)                            # both may have failed: one is raised, neither left unread
 
 
 async def produce(run: Run) -> None:
