@@ -81,7 +81,7 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	@echo "setting up $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch 'setuptools>=77'
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e . $(PLUGINS:%=-e ./%)
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e . -e ./miles $(PLUGINS:%=-e ./%)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) 'miles-core[dev]' $(PLUGINS:plugins/%='%[test]')
 	@touch $@
 

@@ -87,7 +87,7 @@ class Rollout:
     generate: str = option("single-turn", "Which generator turns a prompt into samples.")
     rollout_temperature: float = option(
         1.0, "Sampling temperature; log-probs are scaled by it on both sides.", within=(0,))
-    rollout_top_p: float = option(1.0, "Nucleus sampling; below 1 the policy ratio still uses the full distribution.")
+    rollout_top_p: float = option(1.0, "Nucleus sampling; ratios still use the full distribution.", within=(0, 1))
     rollout_top_k: int = option(-1, "Top-k sampling; -1 is off.")
     rollout_max_response_len: int = option(1024, "Maximum number of response tokens.", within=(1,))
     rollout_min_new_tokens: int = option(0, "Stop tokens are not drawn before this many tokens.")

@@ -230,7 +230,7 @@ class Console:
         return table
 
     def _numbers(self) -> RenderableType:
-        line = Text(no_wrap=True, overflow="ellipsis")
+        line = Text()
         for label, value in self._latest.items():
             line.append(f"{label} ", "dim").append(_number(label, value), "bold green" if label == "reward" else "bold")
             if label == "reward" and self._unicode():
@@ -253,7 +253,7 @@ class Console:
         return Group(bar, legend)
 
     def _evaluations(self) -> RenderableType:
-        line = Text(no_wrap=True, overflow="ellipsis")
+        line = Text()
         for name, (rollout_id, score, first) in self._evals.items():
             line.append(f"eval {_clean(name)} ", "dim").append(f"{score:.3f}", "bold green")
             line.append(f" (first {first:.3f}, now at rollout {rollout_id})   ", "dim")

@@ -8,7 +8,7 @@ reward, count once and all receive their rollout's advantage.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import numpy as np
 
@@ -31,8 +31,9 @@ def fill(batch: Batch, values: Values, estimator: str) -> dict[str, float]:
         TrainError: wrong count, wrong length or not finite; names estimator and sample.
     """
     samples = batch.samples
-    if len(values) != len(samples):
-        raise TrainError(f"advantage estimator {estimator!r} returned {len(values)} values for {len(samples)} samples",
+    count = type(values).__name__ if isinstance(values, Mapping) or not isinstance(values, Sized) else len(values)
+    if count != len(samples):
+        raise TrainError(f"advantage estimator {estimator!r} returned {count} values for {len(samples)} samples",
                          code="advantages-count",
                          fix="return one number or [R] array for each of batch.samples, in order")
     for sample, value in zip(samples, values, strict=True):

@@ -255,7 +255,7 @@ class Bad:
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("(inputs.log_probs - inputs.log_probs.detach()).abs().sqrt()",
          "optimizer step of the actor: the gradient of ... is not finite ... last checkpoint is good"),
-        ("inputs.log_probs.sum()", "policy loss 'bad': the loss should have one value for each token (got shape [])"),
+        ("inputs.log_probs.sum()", "policy loss 'bad': it should have one value for each token (got shape [])"),
         ("inputs.log_probs.detach()", "policy loss 'bad': the loss has no gradient"))),
 ], ids=["loss", "gradient", "shape", "detached"])  # fmt: skip
 def test_bad_loss(place, loss, words):

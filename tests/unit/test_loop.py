@@ -81,9 +81,18 @@ def test_the_side_that_dies_ends_the_run_with_its_own_error(max_lag, side):
                 raise ZeroDivisionError("prompt 17")
             return {}
         run.trainer.step = fails
+    unread = []
+
+    async def watched():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context["message"]))
+        await train(run)
+
     with pytest.raises(ZeroDivisionError, match="prompt 17"):
-        run_virtual(lambda: train(run))
+        run_virtual(watched)
     assert len(run.trainer.batches) <= 5
+    run = None  # it holds the error, whose frames hold both sides
+    gc.collect()
+    assert unread == [], "asyncio prints the traceback of an error that nobody took"
 
 
 def test_a_weight_sync_before_the_first_rollout_and_one_after_each():

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from miles_local.objective import ActorStep, with_advantage, with_fillers
+import torch
+from miles_local.objective import ActorStep, Objective, with_advantage, with_fillers
+from miles_testing.losses import inputs_of, make_case
 
-from miles_core.config.tables import Perf, Rollout, RunConfig
+from miles_core.config.tables import Algorithm, Perf, Rollout, RunConfig
+from miles_core.errors import TrainError
 from miles_core.types import Sample
 
 
@@ -56,3 +59,24 @@ def test_a_step_whose_samples_all_train_nothing_has_one():
     silent = [SimpleNamespace(columns={"advantages": np.zeros(3), "loss_mask": np.ones(3, np.uint8)}) for _ in range(3)]
     [left] = with_advantage(silent)
     assert left is silent[0]
+
+
+@pytest.mark.parametrize(("answer", "term", "code", "got"), [
+    (lambda rows: None, None, "policy-loss-not-a-pair", "NoneType"),
+    (lambda rows: rows, None, "policy-loss-not-a-pair", "Tensor"),
+    (lambda rows: (rows.mean(), {}), None, "loss-not-per-token", "shape []"),
+    (lambda rows: (rows, {"ratio": 1.0}), None, "loss-not-per-token", "float"),
+    (lambda rows: (rows, {}), lambda rows: rows.mean(), "loss-not-per-token", "shape []"),
+    (lambda rows: (rows, {}), lambda rows: rows[:, None], "loss-not-per-token", "shape [6, 1]"),
+], ids=["nothing", "loss-alone", "scalar", "number-as-metric", "scalar-term", "column-term"])  # fmt: skip
+def test_what_is_not_one_value_for_each_token_is_named(answer, term, code, got):
+    """A term of another shape would be broadcast: a column of N values takes the policy loss N times."""
+    hooks = SimpleNamespace(
+        policy_loss={"mine": lambda inputs: answer(inputs.log_probs)}, token_weights=None,
+        loss_terms=None if term is None else lambda inputs: {"mine": (0.1, term(inputs.log_probs))})
+    objective = Objective(RunConfig(algorithm=Algorithm(policy_loss="mine")), hooks)
+    case = make_case([4, 2], seed=0)
+    with pytest.raises(TrainError) as caught:
+        objective._per_token(inputs_of(case, torch.tensor(case.log_probs, requires_grad=True)))
+    assert (caught.value.code, caught.value.got) == (code, got)
+    assert "'mine'" in caught.value.who

@@ -53,6 +53,7 @@ REFUSED = {
     "NAME PATH pairs": ["--eval-interval", 2, "--eval-prompt-data", "a", "a.jsonl", "b"],
     "eps_clip_c 1.0": ["--eps-clip-c", 1.0],
     "eval_temperature should be at least 0": ["--eval-temperature", -0.5],
+    "rollout_top_p should be at least 0 and at most 1": ["--rollout-top-p", 2],
     "num_steps_per_rollout 2": ["--skip-actor-forward-only", "--num-steps-per-rollout", 2],
     "calculate_per_token_loss True, reduction": ["--calculate-per-token-loss", "--reduction", "sample"],
     "reduction_constant should be": ["--reduction", "constant", "--reduction-constant", 0],

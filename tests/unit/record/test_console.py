@@ -126,6 +126,21 @@ def test_the_panel_shows_the_run(live):
     assert re.search("[▁▂▃▄▅▆▇█]{12}", last)
 
 
+def test_a_panel_of_80_columns_hides_no_figure(live):
+    view, terminal = live(width=80)
+    view.start({"run": "demo"}, 20)
+    for rollout_id in range(12):
+        view.rollout(rollout_id, METRICS)
+    for name in ("first", "second", "third"):
+        view.evaluation(name, 10, {f"eval/{name}": 0.25})
+    view.stop("completed")
+    text = terminal.export_text()
+    last = text[text.rindex("╭"):]
+    assert {len(line) for line in last.splitlines()} <= {0, 80} and "…" not in last
+    for word in ("clipfrac", "second", "third"):
+        assert word in last, word
+
+
 def test_a_narrow_panel(live):
     view, terminal = live(width=30)
     view.start({"run": "demo"}, 3)

@@ -34,6 +34,14 @@ def test_the_wrong_count_length_or_number_names_the_estimator(values):
         fill(batch(), values, "mine")
 
 
+@pytest.mark.parametrize("values", [None, iter([1.0, 2.0, 3.0, 4.0]), dict.fromkeys(range(4), 1.0)])
+def test_what_is_no_sequence_is_the_estimators_mistake(values):
+    """The keys of a dict would be taken for advantages."""
+    with pytest.raises(TrainError, match="'mine'") as caught:
+        fill(batch(), values, "mine")
+    assert caught.value.code == "advantages-count"
+
+
 def test_what_a_hook_left_behind_is_checked_by_name():
     made = make_batch([1.0, 2.0])
     fill(made, [0.0, 0.0], "mine")

@@ -80,7 +80,7 @@ class Objective:
             token_weights: [N] of the run's reduction.
 
         Raises:
-            TrainError: the policy loss is not one value for each token, or has no gradient.
+            TrainError: the policy loss, a term or a metric is not one value for each token, or nothing has a gradient.
         """
         inputs = self._inputs(scored)
         total, share = self._per_token(inputs)
@@ -141,20 +141,24 @@ class Objective:
 
     def _per_token(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """[N] of the whole objective, and metrics."""
-        total, metrics = self._policy_loss(inputs)
-        if total.shape != inputs.mask.shape:  # a scalar would be broadcast, and train on something else
-            raise TrainError("the loss should have one value for each token", who=f"policy loss {self._name!r}",
-                             got=f"shape {list(total.shape)}", code="loss-not-per-token",
-                             fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
-        metrics = dict(metrics)
+        answer, who = self._policy_loss(inputs), f"policy loss {self._name!r}"
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise TrainError("it should return a loss and its metrics", who=who, got=type(answer).__name__,
+                             code="policy-loss-not-a-pair", fix="return (loss, {}), or metrics by name in the dict")
+        total, metrics = answer[0], dict(answer[1])
+        _demand_rows(total, inputs, who)
+        for name, values in metrics.items():
+            _demand_rows(values, inputs, f"{who}, metric {name!r}")
         if self._token_weights is not None:
             ones = torch.ones_like(total)
             weights = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
             total = torch.where(weights.keep, total * weights.weight.detach(), torch.zeros_like(total))
+            _demand_rows(total, inputs, f"{who}, with its token weights")
             metrics |= weights.metrics
         if self.actor:
             metrics = {"pg_loss": total, **metrics}
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
+            _demand_rows(term, inputs, f"loss term {name!r}")
             metrics[name] = term
             total = total + coefficient * term if coefficient else total
         return total, {**metrics, "loss": total}
@@ -186,6 +190,15 @@ class Objective:
             got=f"{float(total[row])} at token {int(batch.offset[row])} of its response",
             who=f"policy loss {self._name!r}", fix="look at the sample's log-probs and reward; the optimizer has not "
             "seen it, so the last checkpoint is good")
+
+
+def _demand_rows(values: object, inputs: LossInputs, who: str) -> None:
+    """Raises TrainError unless they are [N]: a scalar would be broadcast, and train on something else."""
+    shape = values.shape if isinstance(values, torch.Tensor) else None
+    if shape != inputs.mask.shape:
+        raise TrainError("it should have one value for each token", who=who, code="loss-not-per-token",
+                         got=type(values).__name__ if shape is None else f"shape {list(shape)}",
+                         fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
 
 
 class ActorStep:
