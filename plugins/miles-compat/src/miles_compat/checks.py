@@ -50,7 +50,7 @@ def check(options: Any, config: RunConfig) -> None:
         raise ConfigError("use_tis and custom_tis_function_path would both weigh the tokens", who="[tis], [compat]",
                           fix="drop --use-tis: the path alone is enough", code="tis-applied-twice")
     parts = config.options.get(config.perf.trainer, {}).get("context_parallel_size", layout_of(config).context)
-    if options.custom_tis_function_path and parts > 1:
+    if options.custom_tis_function_path and isinstance(parts, int) and parts > 1:
         raise ConfigError("custom_tis_function_path is given whole samples, and context parallelism cuts them",
                           code="tis-function-context-parallel", got=f"context_parallel_size {parts}",
                           who="plugin compat",

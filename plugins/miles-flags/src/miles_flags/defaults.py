@@ -14,5 +14,5 @@ def of_trainer(config: RunConfig) -> RunConfig:
     if config.perf.trainer != "fsdp":
         return config
     names = [key.partition(".")[2] for key, origin in config.origin.items()
-             if origin.where == FLAG and key.startswith("optimizer.")]
+             if getattr(origin, "where", None) == FLAG and key.startswith("optimizer.")]
     return with_values(config, FLAG, **{f"optimizer__{name}": getattr(Optimizer(), name) for name in names})
