@@ -29,6 +29,8 @@ LAYOUTS = {
     "tp2": (2, "dense", TP, 2),
     "tp2-sp": (2, "dense", TP, 2, SP),
     "tp2-sp-tied": (2, "tied", TP, 2, SP),
+    "tp2-one-key": (2, "one-key", TP, 2),
+    "tp4-sp-cut-groups": (4, "dense", TP, 4, SP),
     "pp2": (2, "dense", PP, 2),
     "pp2-tied": (2, "tied", PP, 2),
     "pp2-vpp2": (2, "dense", PP, 2, VPP, 2),
@@ -85,6 +87,7 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
     models = {"dense": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=False)),
+              "one-key": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS | {"num_key_value_heads": 1})),
               "tied": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=True)),
               "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONSTANTS, **experts, tie_word_embeddings=False))}
     for name, model in models.items():
@@ -161,8 +164,8 @@ def gap(found: list[dict], expected: list[dict], key: str = "train/loss") -> flo
 GATE = ("pp2", "cp2", "dp2", "ep2")
 """Each way of cutting once, but for tensor parallelism, which takes more than a test of the gate may."""
 
-FULL = ("tp2-sp", "pp2-tied", "pp2-vpp2", "tp2-sp-cp2-ep2")
-"""And tensor parallelism, tied embeddings, a virtual pipeline, and all ways at once."""
+FULL = ("tp2-sp", "tp2-one-key", "pp2-tied", "pp2-vpp2", "tp2-sp-cp2-ep2")
+"""And tensor parallelism, with a key that ranks share, tied embeddings, a virtual pipeline, and all ways at once."""
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS, GATE, FULL))
@@ -258,7 +261,7 @@ def test_a_long_context_cut_in_two_has_the_loss_and_the_gradient_of_the_whole(to
     assert total > 0.1 and differences["loss"] <= 1e-6 and differences["gradient"] <= 1e-5
 
 
-STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2"]
+STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2", "tp2-one-key"]
 
 
 @pytest.mark.full
@@ -270,7 +273,7 @@ def test_a_checkpoint_of_one_rank_goes_on_under_any_layout(name, train, one_rank
     assert gap(found["steps"], expected["steps"][4:]) <= RESUMED
 
 
-@pytest.mark.parametrize("name", sampled(STAR, ["pp2"], STAR[3::4]))
+@pytest.mark.parametrize("name", sampled(STAR, ["pp2"], [*STAR[3::4], "tp2-one-key"]))
 def test_a_checkpoint_of_any_layout_goes_on_under_one_rank(name, train, one_rank, tmp_path):
     expected, _ = one_rank(LAYOUTS[name][1])
     train(LAYOUTS[name], slice(0, 2), save=tmp_path / "saved")

@@ -20,6 +20,7 @@ RANK = ("--lora-rank", 4)
     ((*MERGED, "--sglang-max-lora-rank", 8), "--weight-sync"), ((*MERGED, "--sglang-enable-lora"), "--weight-sync"),
     ((*ALONE, "--pause-generation-mode", "in_place"), "--pause-generation-mode"), (MERGED, None), (ALONE, None),
     (("--lora-rank", 0), "--lora-rank"), (("--lora-alpha", 0), "--lora-alpha"), ((), None),
+    (("--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 4), "--tensor-model-parallel-size"),
     (("--lora-dropout", 0.1), "--lora-dropout"), (("--lora-type", "lora"), "--lora-type"),
 ], ids=str)
 def test_servers_that_hold_adapters(checkpoint, plan, flags, who):

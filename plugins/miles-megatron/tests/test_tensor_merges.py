@@ -5,6 +5,8 @@ import torch
 from miles_megatron import tensor_merges
 from miles_megatron.specs import Rule, WeightMap
 
+from miles_core.errors import ConfigError
+
 WEIGHTS = WeightMap((), heads=4, groups=2, head_dim=3)
 RULES = {
     "same": (Rule("p", ("a",)), [12]),
@@ -76,3 +78,12 @@ def test_one_tensor_of_queries_keys_and_values_is_the_three_that_lie_in_it():
 def test_sections_that_do_not_divide_are_an_error():
     with pytest.raises(ValueError, match="15 rows of p do not divide"):
         tensor_merges.pieces(RULES["sections"][0], torch.zeros(15))
+
+
+def test_ranks_that_share_a_key_have_no_rows_of_queries_by_themselves():
+    qkv, same = RULES["qkv"][0], RULES["same"][0]
+    for rule, ranks in ((qkv, 2), (same, 4), (RULES["qkv, heads of its own"][0], 4)):
+        tensor_merges.demand_whole_groups(rule, WEIGHTS, ranks, "a plugin")
+    with pytest.raises(ConfigError) as caught:
+        tensor_merges.demand_whole_groups(qkv, WEIGHTS, 4, "a plugin")
+    assert caught.value.code == "keys-shared-by-ranks" and caught.value.got == "4 ranks, 2 key-value heads"

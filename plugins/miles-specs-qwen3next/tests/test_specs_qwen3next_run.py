@@ -92,6 +92,21 @@ def test_a_layout_changes_nothing(folder, dense, one, two, layout):
 
 
 @pytest.mark.full
+def test_tensor_parallel_ranks_share_a_key(one, two, tmp_path):
+    """Each has its own queries and their gates: the whole gradient, and so every weight's name, is that of one rank."""
+    third = cases(Path(__file__).with_name("parity.toml"))[2]
+    random_model(Case("qwen3_next", "dense", {**third.config, **WORDS, "num_key_value_heads": 1})
+                 ).save_pretrained(tmp_path)
+    for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
+        shutil.copy(file, tmp_path)
+    [batch] = batches(1, vocab=VOCAB)
+    _, expected = one.gradients(plan(tmp_path, *GRADIENTS), batch)
+    _, found = two.gradients(plan(tmp_path, *GRADIENTS, *TWO, "--tensor-model-parallel-size", 2), batch)
+    attention = [name for name in expected if "self_attn" in name]
+    assert distance(found, expected) < 4e-6 and distance(found, expected, attention) < 1e-5
+
+
+@pytest.mark.full
 def test_a_resume_under_another_layout_goes_on_from_the_same_bits(folder, one, two, tmp_path):
     whole = two.train(plan(folder, *TWO, "--tensor-model-parallel-size", 2, "--sequence-parallel"),
                       batches(1, vocab=VOCAB), save=tmp_path)["weights"]

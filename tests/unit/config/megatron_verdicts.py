@@ -30,7 +30,8 @@ cpu.install()
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel  # noqa: E402 - after install()
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-from miles_megatron import model, tensor_merges  # noqa: E402
+from miles_megatron import model  # noqa: E402
+from miles_megatron.ownership import hf_tensors  # noqa: E402
 from miles_megatron.plugin import Megatron  # noqa: E402
 
 STAGES = ("groups", "batch", "config", "build", "export", "forward", "schedule")
@@ -71,7 +72,7 @@ class Start:
         rule = next(rule for rule in self.weight_map.rules if rule.join == "qkv")
         for name, parameter in self.chunks[0].named_parameters():
             if name.endswith("linear_qkv.weight"):
-                tensor_merges.split(rule, parameter.detach(), self.weight_map, self.sizes.get("tensor", 1))
+                hf_tensors(rule, parameter, self.weight_map)
 
     def forward(self):
         layer = next((part for part in self.chunks[0].modules() if isinstance(part, MoELayer)), None)

@@ -93,6 +93,8 @@ def split_output(named: Named, rows: torch.Tensor, weight_map: WeightMap | None,
     if rule is None or weight_map is None or rule.join == "same":
         yield named.names[0], 0, rows
         return
+    if not tensor_merges.whole_groups(rule, weight_map, ranks):  # what comes after them is compared
+        return
     pieces = iter(tensor_merges.split(rule, rows.T.contiguous(), weight_map, ranks))
     counts = map(len, tensor_merges.stacks(rule)) if rule.join in tensor_merges.STACKED else [1] * len(rule.hf)
     for name, count in zip(named.names, counts, strict=True):

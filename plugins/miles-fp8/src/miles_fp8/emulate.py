@@ -139,6 +139,7 @@ def _rows(chunk: torch.nn.Module, weight_map: WeightMap | None) -> dict[int, lis
         if (rule := rules.get(name)) is None or rule.join == "same" or parameter.dim() != 2:
             continue
         ranks = _ranks(parameter) if getattr(parameter, "partition_dim", 0) == 0 else 1
+        tensor_merges.demand_whole_groups(rule, weight_map, ranks, "plugin fp8")
         numbers = torch.arange(len(parameter), device=parameter.device)[:, None]
         joined[id(parameter)] = [rows[:, 0] for rows in tensor_merges.whole(
             rule, list(tensor_merges.split(rule, numbers, weight_map, ranks)))]

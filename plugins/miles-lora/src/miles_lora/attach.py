@@ -94,6 +94,7 @@ def _kinds() -> Iterator[tuple[str, type]]:
 def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: WeightMap) -> list[int]:
     """Of each of its parts on this rank."""
     ranks = place.size if place.kind == COLUMN else 1
+    tensor_merges.demand_whole_groups(target.rule, weight_map, ranks, "plugin lora")
     shapes = tensor_merges.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
     return [rows // ranks for rows, *_ in shapes]
 

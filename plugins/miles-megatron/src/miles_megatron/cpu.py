@@ -120,6 +120,12 @@ RULES = (
          "        return grad_input, None, bias, None, None", always,
          "an upstream fault: the bias of a layer whose weight is frozen has no gradient, and stays as it is",
          "megatron.core.tensor_parallel.layers"),
+    Rule("gate of a cut group", re.compile(r"query = query\[:, :, idx \* size : \(idx \+ 1\) \* size, :\]"),
+         r"\g<0>" "\n            if output_gate:\n"
+         "                gate = gate.reshape(*gate.shape[:2], -1, self.hidden_size_per_attention_head)\n"
+         "                gate = gate[:, :, idx * size : (idx + 1) * size]", always,
+         "an upstream fault: with more tensor-parallel ranks than keys, the gate stays that of a whole group's queries",
+         "megatron.core.transformer.attention"),
     Rule("padding of a bias", re.compile(r"routing_map & \(~padding_mask\)"),
          "routing_map & ~padding_mask.unsqueeze(-1)", always,
          "an upstream fault: a mask of tokens meets one of tokens by experts, whose shapes do not fit",

@@ -15,7 +15,7 @@ from miles_core.config.load import shape_json
 from miles_core.config.tables import RunConfig
 from miles_megatron.architecture import Architecture, sparse_layers
 from miles_megatron.heads import Compressed, OfLayers, embedded, heads_of, mean_ffn, sizes_of, streams_of
-from miles_megatron.layout import Layout, layout_of
+from miles_megatron.layout import Layout, cuts_groups, layout_of
 
 FP32 = 4
 WORKSPACES = 128 * 2**20
@@ -86,9 +86,9 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     kinds = [(one, one.layers / size.layers) for one in heads_of(size)]
     cut = 1 if isinstance(size, Compressed) else tensor
     query = sum(share * value * size.heads * one.head_dim / cut for one, share in kinds)
-    key = sum(share * value * one.groups * one.head_dim / cut for one, share in kinds)
+    key = sum(share * value * max(one.groups, cut) * one.head_dim / cut for one, share in kinds)
     values, output = (part * size.value_dim / size.head_dim for part in (key, query))
-    normalisers = sum(share * FP32 * (size.heads + one.groups) / tensor for one, share in kinds)
+    normalisers = sum(share * FP32 * (size.heads + max(one.groups, tensor)) / tensor for one, share in kinds)
     latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
     # Linear attention is computed again from its inputs.
     linear, full, (keys, inner) = size.linear / size.layers, size.full / size.layers, size.linear_widths
@@ -99,6 +99,8 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "norms of q and k: inputs": (query + key + normalisers) * model.qk_norm,
         "latents: inputs of norms and projections": 2 * latents,
         "attention: q, k, v": query + key + values,
+        "attention: q, k, v of all ranks, where some share keys": cuts_groups(model.layout, size) * (
+            cut * query + 2 * (size.groups or 0) * key),
         "attention's gate: gate, gated output": 2 * output * bool(size.gated),
         "attention: output": output + full * FP32 * size.heads / tensor,
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,

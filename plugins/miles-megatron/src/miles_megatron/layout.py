@@ -218,12 +218,19 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
                                  fix=f"leave {KEYS[name]} out", code="expert-layout-of-dense-model")
 
 
+def cuts_groups(layout: Layout, architecture: Architecture) -> bool:
+    """Whether several tensor-parallel ranks share a key and value: each computes it, and its own queries."""
+    if isinstance(architecture, Compressed | OfLayers) or architecture.rank or architecture.groups is None:
+        return False
+    return layout.tensor > architecture.groups and layout.tensor % architecture.groups == 0
+
+
 def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(constant, sizes whose product has to divide it)."""
     if not isinstance(architecture, Compressed):
         yield "heads", ("tensor",)
-        # Megatron-core splits a group over several ranks as well; the weight map moves whole groups.
-        yield "groups", ("tensor",)
+        if not cuts_groups(layout, architecture):
+            yield "groups", ("tensor",)
     if isinstance(architecture, OfLayers):
         yield "fewest", ("tensor",)
     yield "vocab", ("tensor",)

@@ -14,10 +14,10 @@ import torch
 from miles_local.muon import MOMENTUM, Steps
 from miles_local.muon_options import LAYER
 
-from miles_megatron import cpu, tensor_merges
+from miles_megatron import cpu
 from miles_megatron.adam import AdamW, prepare
 from miles_megatron.layer_wise import Share, shares
-from miles_megatron.ownership import hf_shapes, hf_tensors, shard
+from miles_megatron.ownership import hf_shapes, hf_tensors, part_of
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.weights import global_parameters, instances, of_all_experts
 
@@ -53,9 +53,7 @@ class Matrices:
         """The inverse of `whole`."""
         shapes = hf_shapes(self.rule, self.parameter, self.weight_map)
         tensors = whole[0].split([shape[0] for shape in shapes]) if self.rule.experts else whole
-        shards = [shard(piece, self.parameter) for number, tensor in enumerate(tensors)
-                  for piece in tensor_merges.pieces(self.rule, tensor, number)]
-        return tensor_merges.join(self.rule, shards, self.weight_map)
+        return part_of(self.rule, tensors, self.parameter, self.weight_map)
 
 
 def matrices_of(chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, Matrices]:

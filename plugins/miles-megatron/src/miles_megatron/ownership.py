@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,20 +93,35 @@ def hf_tensors(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap, part:
         part: what lies as the parameter does, such as its gradient, instead of itself.
     """
     before, part = _before(parameter), parameter.detach() if part is None else part
+    if _cuts_groups(rule, parameter, weight_map):
+        return tensor_merges.whole(rule, [*tensor_merges.split(rule, _gather(part, parameter), weight_map, 1)])
     pieces = tensor_merges.split(rule, part.transpose(0, before), weight_map, _tensor_size(parameter))
     parts = tensor_merges.whole(rule, [_gather(piece.transpose(0, before), parameter).transpose(0, before)
                                        for piece in pieces])
     return [part.transpose(0, before) for part in parts]
 
 
-def shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part of a tensor of the checkpoint."""
+def part_of(rule: Rule, tensors: Iterable[torch.Tensor], parameter: torch.nn.Parameter, weight_map: WeightMap
+            ) -> torch.Tensor:
+    """The inverse of `hf_tensors`: what of the whole HF tensors this rank's part of a parameter is."""
+    pieces = (piece for number, tensor in enumerate(tensors) for piece in tensor_merges.pieces(rule, tensor, number))
+    if _cuts_groups(rule, parameter, weight_map):
+        return _shard(tensor_merges.join(rule, [*pieces], weight_map), parameter)
+    return tensor_merges.join(rule, [_shard(piece, parameter) for piece in pieces], weight_map)
+
+
+def _cuts_groups(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> bool:
+    """Whether a group of heads, with its key and value, lies on several ranks, which is cut as it is joined."""
+    return not tensor_merges.whole_groups(rule, weight_map, _tensor_size(parameter))
+
+
+def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     size = _tensor_size(parameter)
     return tensor if size == 1 else tensor.chunk(size, parameter.partition_dim)[_tensor_group(parameter).rank()]
 
 
 def _gather(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The inverse of `shard`."""
+    """The inverse of `_shard`."""
     size = _tensor_size(parameter)
     if size == 1:
         return part

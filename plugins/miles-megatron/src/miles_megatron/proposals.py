@@ -17,7 +17,7 @@ from miles_core.errors import BatchError, ConfigError
 from miles_megatron import engine_weights, estimate
 from miles_megatron.estimate import ModelDimensions, dimensions_of, parameters
 from miles_megatron.heads import heads_of
-from miles_megatron.layout import KEYS, UNEVEN, Layout, check_layout, layout_of
+from miles_megatron.layout import KEYS, UNEVEN, Layout, check_layout, cuts_groups, layout_of
 from miles_megatron.memory_plan import GIB, OUTSIDE, TOLERANCE, capacity_of, engine
 
 FLOPS, NODE, NETWORK, HOST = 400e12, 200e9, 40e9, 5e9
@@ -192,11 +192,12 @@ def _laid_out(base: RunConfig, model: ModelDimensions, gpus: int) -> Iterator[Ru
 
 
 def _accepted(config: RunConfig, model: ModelDimensions) -> bool:
+    layout = layout_of(config)
     try:
-        check_layout(layout_of(config), model.size, config)
+        check_layout(layout, model.size, config)
     except (BatchError, ConfigError):
         return False
-    return True
+    return not cuts_groups(layout, model.size)  # ranks that share keys gather them in every layer
 
 
 def _spared(config: RunConfig, model: ModelDimensions, room: float) -> Proposal | None:

@@ -16,9 +16,9 @@ from miles_local.companions import copy_companions
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.scan import offering
 from miles_core.record.publish import publish
-from miles_megatron import cpu, hf_config, tensor_merges
+from miles_megatron import cpu, hf_config
 from miles_megatron.disk_names import PlainReaders, to_disk
-from miles_megatron.ownership import hf_shapes, hf_tensors, owners, shard
+from miles_megatron.ownership import hf_shapes, hf_tensors, owners, part_of
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.stacks import StackedParameter, stacks
@@ -80,11 +80,7 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         check_fit(folder, read.places.keys(), expected, weight_map, shapes, read.shape)
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
-                parameter = parameters[ours]
-                shards = [shard(piece, parameter)
-                          for i, name in enumerate(names)
-                          for piece in tensor_merges.pieces(rule, read.tensor(name), i)]
-                parameter.copy_(tensor_merges.join(rule, shards, weight_map))
+                parameters[ours].copy_(part_of(rule, map(read.tensor, names), parameters[ours], weight_map))
 
 
 def refuse_quantised(folder: Path) -> None:
