@@ -70,7 +70,7 @@ def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
     offers += [tuple(offer.split(":")) for many in KNOWN.values() for offer in many]
     hooks = {"advantage_estimator": "advantage", "rm_type": "reward"}
     for option in options():
-        named = tuple(name for hook, name in offers if hook == hooks.get(option.name, option.name))
+        named = tuple(dict.fromkeys(name for hook, name in offers if hook == hooks.get(option.name, option.name)))
         for flag in spellings(option)[0]:
             yield flag, tuple(map(str, option.choices)) or named
 

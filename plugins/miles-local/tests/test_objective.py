@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from miles_local.objective import ActorStep, Objective, with_advantage, with_fillers
+from miles_local.objective import ActorStep, Objective, sample_weights, with_advantage, with_fillers
 from miles_testing.losses import inputs_of, make_case
 
 from miles_core.config.tables import Algorithm, Perf, Rollout, RunConfig
@@ -80,3 +80,22 @@ def test_what_is_not_one_value_for_each_token_is_named(answer, term, code, got):
         objective._per_token(inputs_of(case, torch.tensor(case.log_probs, requires_grad=True)))
     assert (caught.value.code, caught.value.got) == (code, got)
     assert "'mine'" in caught.value.who
+
+
+@pytest.mark.parametrize(("answer", "got"), [
+    ([0.5], "list (1,) for 2 samples"), (np.ones((2, 1)), "ndarray (2, 1) for 2 samples"),
+    (None, "NoneType () for 2 samples"),
+    ([0.5, float("nan")], "list (2,) for 2 samples"), ({0: 1.0, 1: 1.0}, "dict () for 2 samples"),
+], ids=["count", "columns", "nothing", "nan", "dict"])
+def test_a_reduction_that_is_no_number_for_each_sample_is_named(answer, got):
+    samples = [Sample(SimpleNamespace(), i, {"loss_mask": np.ones(3, np.uint8)}) for i in range(2)]
+    hooks = SimpleNamespace(reduction={"sample": lambda samples: answer})
+    with pytest.raises(TrainError) as caught:
+        sample_weights(RunConfig(), hooks, samples)
+    assert caught.value.code == "reduction-not-per-sample" and caught.value.got == got
+
+
+def test_the_weights_of_a_reduction():
+    samples = [Sample(SimpleNamespace(), i, {"loss_mask": np.ones(3, np.uint8)}) for i in range(2)]
+    hooks = SimpleNamespace(reduction={"sample": lambda samples: [1, 0.5]})
+    assert sample_weights(RunConfig(), hooks, samples).tolist() == [1.0, 0.5]

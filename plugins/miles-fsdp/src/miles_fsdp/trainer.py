@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage, with_fillers
+from miles_local.objective import (
+    ActorStep,
+    Objective,
+    in_micro_batches,
+    sample_weights,
+    with_advantage,
+    with_fillers,
+)
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -185,9 +192,7 @@ class FsdpTrainer:
 
     def train(self, name: str, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model that trains."""
-        reduction = self.hooks.reduction[chosen(self.config, "reduction")]
-        with read_only(samples, getattr(reduction, "who", "reduction")):
-            reduced = np.asarray(reduction(samples), np.float64)
+        reduced = sample_weights(self.config, self.hooks, samples)
         token_weight = dict(zip(map(id, samples), reduced.tolist(), strict=True))
         shares: dict[str, torch.Tensor] = {}
         leaves_out = self.skips and objective.actor

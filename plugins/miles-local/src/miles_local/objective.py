@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from miles_core.columns import read_only
 from miles_core.config.tables import Perf, RunConfig
 from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
@@ -199,6 +200,26 @@ def _demand_rows(values: object, inputs: LossInputs, who: str) -> None:
         raise TrainError("it should have one value for each token", who=who, code="loss-not-per-token",
                          got=type(values).__name__ if shape is None else f"shape {list(shape)}",
                          fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
+
+
+def sample_weights(config: RunConfig, hooks: Hooks, samples: Sequence[Sample]) -> np.ndarray:
+    """[samples] float64: the weight of one token of each, by the run's reduction.
+
+    Raises:
+        TrainError: it returned something else.
+    """
+    reduction = hooks.reduction[chosen(config, "reduction")]
+    with read_only(samples, who := getattr(reduction, "who", "reduction")):
+        answer = reduction(samples)
+    try:
+        weights = np.asarray(answer, np.float64)
+    except (TypeError, ValueError):  # no numbers
+        weights = np.asarray(None, np.float64)
+    if weights.shape != (len(samples),) or not np.isfinite(weights).all():
+        raise TrainError("it should return one finite number for each sample", code="reduction-not-per-sample", who=who,
+                         got=f"{type(answer).__name__} {weights.shape} for {len(samples)} samples",
+                         fix="return an array of shape [samples], in their order")
+    return weights
 
 
 class ActorStep:

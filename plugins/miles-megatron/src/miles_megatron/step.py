@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import ActorStep, Objective, in_micro_batches, with_advantage, with_fillers
+from miles_local.objective import (
+    ActorStep,
+    Objective,
+    in_micro_batches,
+    sample_weights,
+    with_advantage,
+    with_fillers,
+)
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
@@ -248,9 +255,7 @@ class MegatronTrainer:
 
     def train(self, model: ModelOnRank, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""
-        reduce = self.hooks.reduction[chosen(self.config, "reduction")]
-        with read_only(samples, getattr(reduce, "who", "reduction")):
-            reduced = reduce(samples)
+        reduced = sample_weights(self.config, self.hooks, samples)
         token_weight = dict(zip(map(id, samples), reduced, strict=True))
         shares: dict[str, torch.Tensor] = {}
 
