@@ -261,7 +261,8 @@ def test_a_long_context_cut_in_two_has_the_loss_and_the_gradient_of_the_whole(to
     assert total > 0.1 and differences["loss"] <= 1e-6 and differences["gradient"] <= 1e-5
 
 
-STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2", "tp2-one-key"]
+STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2",
+        "tp2-one-key"]
 
 
 @pytest.mark.full

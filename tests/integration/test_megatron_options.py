@@ -203,8 +203,7 @@ def test_options_that_megatron_core_cannot_do_here_end_with_their_names(flags, t
 
 
 @pytest.mark.parametrize("flags", [
-    "--qk-l2-norm", "--qk-clip", "--experimental-attention-variant dsa", "--dsa-indexer-n-heads 2",
-    "--apply-residual-connection-post-layernorm", "--moe-latent-size 8", "--fp4-format e2m1", "--fp4 e2m1",
+    "--qk-l2-norm", "--qk-clip", "--apply-residual-connection-post-layernorm", "--fp4-format e2m1", "--fp4 e2m1",
 ])
 def test_another_architecture_is_refused_by_the_plan(flags, tmp_path):
     with pytest.raises(MilesError, match=flags.split()[0]):

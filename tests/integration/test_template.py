@@ -76,15 +76,15 @@ def test_both_tools_render_the_same_files(projects, tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "distribution"), [
-    ("miles-plugin-sapo", "miles-plugin-sapo"), ("miles-sapo", "miles-sapo")])
+    ("miles-plugin-gmpo", "miles-plugin-gmpo"), ("miles-gmpo", "miles-gmpo")])
 def test_the_name_of_a_distribution_stands_for_that_of_its_plugin(tmp_path, name, distribution):
     made = [scaffold.new(name, template=None, out=tmp_path / "one", answers={}),
             by_cookiecutter(tmp_path / "two", name, distribution=distribution)]
     for project in made:
         stated = tomllib.loads((project / "pyproject.toml").read_text())["project"]
-        assert stated["name"] == distribution and list(stated["entry-points"]["miles.plugins"]) == ["sapo"]
+        assert stated["name"] == distribution and list(stated["entry-points"]["miles.plugins"]) == ["gmpo"]
         (manifest,) = project.rglob("miles-plugin.toml")
-        assert tomllib.loads(manifest.read_text())["name"] == "sapo"
+        assert tomllib.loads(manifest.read_text())["name"] == "gmpo"
 
 
 @pytest.mark.parametrize("name", AWKWARD)

@@ -43,8 +43,9 @@ def value_of(config, key):
 
 @pytest.mark.parametrize("flag", [f for f, entry in flags().items() if "key" in entry and "plugin" not in entry])
 def test_a_flag_that_is_accepted_sets_its_key(flag):
-    key = flags()[flag]["key"]
-    words, value = ([], flags()[flag]["value"]) if "value" in flags()[flag] else legal(key)
+    entry, key = flags()[flag], flags()[flag]["key"]
+    words, value = ([], entry["value"]) if "value" in entry else legal(key)
+    value = f"{value}/{entry['below']}" if "below" in entry else value
     config = load(None, [flag, *words]).config
     assert value_of(config, key) == value and config.origin[key].where == flag
 

@@ -35,7 +35,7 @@ def new(name: str, *, template: str | None, out: Path | None, answers: Mapping[s
     """Render a project; returns its folder.
 
     Args:
-        name: the plugin's, or its distribution's: miles-sapo is the plugin sapo in the distribution miles-sapo.
+        name: the plugin's, or its distribution's: miles-gmpo is the plugin gmpo in the distribution miles-gmpo.
 
     Raises:
         ConfigError: an invalid answer, or a folder that already exists.
