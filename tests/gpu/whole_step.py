@@ -133,6 +133,7 @@ def main() -> int:
             name = f"{shape}{flags and ' ' + flags}"
             steps = run(args.folder / f"run-{shape}-{number}", model, args, [*more, *shlex.split(flags)])
             failed |= len(steps) < args.rollouts
+            steps = steps[:-1] if args.profile else steps  # a trace takes time
             means += [shown(name, steps, args.requests * args.tokens)] if steps else []
         for one in means[1:]:
             print(f"{shape}: a step takes {one['perf/step_time'] / means[0]['perf/step_time']:.3f} of the first's")
