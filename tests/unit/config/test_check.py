@@ -126,6 +126,12 @@ def test_what_a_schedule_does_not_read_is_said_of_nothing_else(plan, flags, idle
     assert [word.partition("optimizer.")[2].strip(",") for note in said for word in note.split()[5:]] == idle
 
 
+def test_what_is_turned_off_has_no_reader_and_needs_none(plan):
+    off = ("--save", "none", "--save-interval", "none", "--save-hf", "none", "--no-async-save", "--eval-interval",
+           "none")
+    assert not [note for note in plan(*off).notes if "nothing that is enabled reads" in note]
+
+
 def test_an_eval_dataset_knows_its_keys(plan, run_file):
     from miles_core.config.check import check
     from miles_core.config.load import load

@@ -39,7 +39,6 @@ READERS = {
     "torch_compile_max_bs": "server.enable_torch_compile",
 }
 """Names of a table's options -> what of the run reads them: an option that is set, to a value like that after =."""
-APART = ("speculative_algorithm",)
 
 
 def unread(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
@@ -53,8 +52,9 @@ def unread(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
 
 def _idle(config: RunConfig, key: str) -> bool:
     table, _, name = key.partition(".")
-    if name in APART or (table == "server" and "lora" in name and config.perf.weight_sync == "adapter"):
-        return False  # beside adapters that travel alone plugin lora completes what the servers are told of them
+    if name == "speculative_algorithm" or str(_of(config, table, name)) in ("None", "False") or (
+            table == "server" and "lora" in name and config.perf.weight_sync == "adapter"):
+        return False  # turned off; or what plugin lora completes where adapters travel alone
     for names, reader in READERS.items():
         place, _, condition = reader.partition(".")
         options, _, wanted = condition.partition("=")
