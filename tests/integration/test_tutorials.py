@@ -21,7 +21,7 @@ import pytest
 from miles_core.record.events import read
 from tests.pages import ROOT, blocks, commands, compare_printed
 
-TUTORIALS = {"tutorials/reward.md": "digits", "tutorials/loss.md": "sapo", "tutorials/model-spec.md": "ernie",
+TUTORIALS = {"tutorials/reward.md": "digits", "tutorials/loss.md": "soft-gate", "tutorials/model-spec.md": "ernie",
              "publish-a-plugin.md": "varied"}
 """Page -> the plugin that stands at its end."""
 MODULES = ("pip", "pytest", "twine")
