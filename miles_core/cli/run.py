@@ -72,8 +72,10 @@ def _described(option: Option, prefix: str) -> tuple[str, str]:
 
 def _placeholder(option: Option) -> str:
     """What follows the flag: nothing, the choices, or a word for the type."""
-    if option.is_bool or option.choices:
-        return "" if option.is_bool else " " + "|".join(map(str, option.choices))
+    if option.is_bool:
+        return ""
+    if option.choices:
+        return " " + "|".join(map(str, option.choices))
     kind = option.type.split(" | ")[0]
     return f" {kind[5:-1].partition('[')[0].upper()}..." if option.is_list else f" {kind.partition('[')[0].upper()}"
 

@@ -37,12 +37,12 @@ class Burst:
             bodies = [{"input_ids": list(group.prompt.token_ids), "return_logprob": True,
                        "sampling_params": {"temperature": 1.0, "max_new_tokens": sample.response_length,
                                            "ignore_eos": True}} for group in groups for sample in group.samples]
-            found = {"tokens": sum(body["sampling_params"]["max_new_tokens"] for body in bodies)}
+            measured = {"tokens": sum(body["sampling_params"]["max_new_tokens"] for body in bodies)}
             for name, routes in [("seconds", self.routes), ("without_routes", False)][:1 + self.routes]:
                 same = [body | {"return_routed_experts": routes} for body in bodies]
                 seconds = [timed(ports[-1], same) for _ in range(3)][1:]  # the first may compile
-                found[name] = sum(seconds) / len(seconds)
-            (self.run_dir / "burst.json").write_text(json.dumps(found))
+                measured[name] = sum(seconds) / len(seconds)
+            (self.run_dir / "burst.json").write_text(json.dumps(measured))
         return groups
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -15,11 +16,9 @@ def waiting(path: Path, most: int = 12) -> list[str]:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     phase = max((event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["dur"])
     start, end = phase["ts"], phase["ts"] + phase["dur"]
-    last, busy, gaps = start, 0.0, []
-    for begin, until in [*sorted((event["ts"], event["ts"] + event["dur"]) for event in events
-                                 if event.get("cat") in KERNELS), (end, end)]:
-        gaps += [(begin - last, last)] if begin > last else []
-        busy, last = busy + max(0.0, until - max(begin, last)), max(last, until)
+    kernels = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in KERNELS]
+    gaps = idle([(start, start), *kernels, (end, end)])
+    busy = phase["dur"] - sum(length for length, _ in gaps)
     lines = [f"{path.name}: {phase['name']} {phase['dur'] / 1e3:.1f} ms, GPU busy {busy / 1e3:.1f} ms"]
     calls = [event for event in events if event.get("cat") in ("cpu_op", "cuda_runtime", "user_annotation")]
     for length, at in sorted(gaps, reverse=True)[:most]:
@@ -29,3 +28,13 @@ def waiting(path: Path, most: int = 12) -> list[str]:
         lines.append(f"  {length / 1e3:8.2f} ms without a kernel at {(at - start) / 1e3:9.1f} ms: "
                      f"{' > '.join(names) or 'Python, between calls of torch'}")
     return lines
+
+
+def idle(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(length, begin) of what no span covers, from the first one's begin to the last one's end."""
+    gaps: list[tuple[float, float]] = []
+    (_, last), *others = sorted(spans)
+    for begin, until in others:
+        gaps += [(begin - last, last)] if begin > last else []
+        last = max(last, until)
+    return gaps

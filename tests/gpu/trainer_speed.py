@@ -98,15 +98,15 @@ def profiled(call, profile: list[dict[str, object]]) -> None:
     """A call under torch's profiler; appends how long the GPU was busy, with what, and what took longest."""
     import torch
     from torch.profiler import ProfilerActivity
+    from traces import idle
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         call()
         torch.cuda.synchronize()
     kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA
                and not event.is_user_annotation]  # NCCL's and the optimizer's own, around kernels
-    spans, busy, last = sorted((k.time_range.start, k.time_range.end) for k in kernels), 0.0, 0.0
-    for start, end in spans:
-        busy, last = busy + max(0.0, end - max(start, last)), max(last, end)
+    spans = sorted((k.time_range.start, k.time_range.end) for k in kernels)
+    busy = max(end for _, end in spans) - spans[0][0] - sum(length for length, _ in idle(spans))
     longest, count, kinds = Counter(), Counter(), Counter()
     for kernel in kernels:
         kind = next((kind for kind, names in KINDS.items() if re.search(names, kernel.name, re.IGNORECASE)), "other")

@@ -101,9 +101,9 @@ def test_tensor_parallel_ranks_share_a_key(one, two, tmp_path):
         shutil.copy(file, tmp_path)
     [batch] = batches(1, vocab=VOCAB)
     _, expected = one.gradients(plan(tmp_path, *GRADIENTS), batch)
-    _, found = two.gradients(plan(tmp_path, *GRADIENTS, *TWO, "--tensor-model-parallel-size", 2), batch)
+    _, shared = two.gradients(plan(tmp_path, *GRADIENTS, *TWO, "--tensor-model-parallel-size", 2), batch)
     attention = [name for name in expected if "self_attn" in name]
-    assert distance(found, expected) < 4e-6 and distance(found, expected, attention) < 1e-5
+    assert distance(shared, expected) < 4e-6 and distance(shared, expected, attention) < 1e-5
 
 
 @pytest.mark.full

@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import (
-    ActorStep,
-    Objective,
-    in_micro_batches,
-    sample_weights,
-    with_advantage,
-    with_fillers,
-)
+from miles_local.objective import ActorStep, Objective, in_micro_batches, sample_weights, with_advantage, with_fillers
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 

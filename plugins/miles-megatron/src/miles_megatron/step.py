@@ -12,14 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from miles_local import heap
-from miles_local.objective import (
-    ActorStep,
-    Objective,
-    in_micro_batches,
-    sample_weights,
-    with_advantage,
-    with_fillers,
-)
+from miles_local.objective import ActorStep, Objective, in_micro_batches, sample_weights, with_advantage, with_fillers
 from miles_local.on_policy import check_equal
 from miles_local.transfer import on_device
 
