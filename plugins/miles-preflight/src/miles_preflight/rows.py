@@ -1,7 +1,6 @@
 """The first rows of the prompt files, made into prompts as the run does it: what would be read otherwise than meant.
 
-Read are some 64 KiB of each file, by what the run reads them with (hook `read_rows`). A file that is not here yet is
-not judged, see `paths.astray`.
+Read are some 64 KiB of each file, by the run's own `read_rows`; one that is not here yet is not judged, see `astray`.
 """
 
 from __future__ import annotations
@@ -86,7 +85,8 @@ def begun(plugins: Sequence[Selected], config: RunConfig) -> list[File]:
     """
     if config.debug.load_debug_rollout_data or config.rollout.prompt_source not in OF_ROWS:
         return []
-    named = [one for one in _named(config) if format_of(one[1]) != "gym" and _here(*one)]  # which are made, not read
+    words = {word for one in plugins for word in one.manifest.provides}
+    named = [one for one in _named(config) if f"made:{format_of(one[1])}" not in words and _here(*one)]
     if not named:
         return []
     from miles_core.stages.prompts import rows_of  # brings numpy

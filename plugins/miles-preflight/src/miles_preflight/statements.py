@@ -6,12 +6,12 @@
     labels:NAME     the scorer NAME needs the row's label
     rows:NAME:KEY   the scorer NAME needs of a row, or of its metadata, what the option KEY names, else the label
     answers:NAME:KEY  so does the generator NAME, or a conversation that ends with the answer
+    made:ENDING     rows of a path with this ending are made, and read from no file
     read-by:TYPE:VERSION      from this release on transformers reads config.json of the model_type TYPE as is meant
     computed-by:TYPE:VERSION  from this release on its module computes what was published; it does for a trainer or an
                     engine that has the word `transformers`, as in `engine:NAME:transformers`
 
-The last two count of any official plugin that is installed and builds the architecture: a trainer of transformers'
-modules does not enable it.
+The last two count of any installed official plugin that builds the architecture, as --trainer fsdp enables none.
 
 Whatever else a plugin has to say of a run, its constructor does, in the process that reads the configuration.
 """

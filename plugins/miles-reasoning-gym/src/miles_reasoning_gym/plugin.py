@@ -48,6 +48,8 @@ class ReasoningGymOptions:
 class ReasoningGym:
     """Problems of the package reasoning-gym: prompts, evaluation sets, their scorers and a curriculum."""
 
+    provides = ("made:gym",)
+
     def __init__(self, options: ReasoningGymOptions, config: RunConfig):
         self._options, self._config, self._tasks = options, config, tasks_of(options.tasks)
         self._prompt = HOW[options.answer] if options.prompt is None else options.prompt

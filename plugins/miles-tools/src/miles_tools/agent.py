@@ -181,7 +181,7 @@ class Agents:
 
     @property
     def _who(self) -> str:
-        return f"agent {self._options.agent or ' '.join(self._options.agent_command)}"
+        return f"agent {self._options.agent or ' '.join(self._options.agent_command)}".strip()
 
 
 def reward_of(sample: Sample) -> float:

@@ -1,0 +1,111 @@
+"""The plugin: options and hooks."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+from miles_core.reading import format_of
+
+if TYPE_CHECKING:
+    from miles_tools.agent import Agents
+    from miles_tools.agent_call import Task
+
+    from miles_core.stages.prompts import Records
+    from miles_core.stages.rollout import Generation
+    from miles_core.types import Prompt, Sample
+    from miles_verifiers.environments import Environments
+    from miles_verifiers.rows import TaskRows
+
+NAME = "verifiers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiersOptions:
+    """Which environments there are, and what their episodes may take."""
+
+    envs: dict[str, dict[str, object]] | None = option(
+        None, "Environments by name, each as verifiers' own [env] table has it; as a flag, JSON.")
+    timeout: float = option(600.0, "Seconds allowed for one episode.", within=(0.01,))
+    concurrency: int = option(64, "Maximum number of concurrent episodes.", within=(1,))
+
+
+class Verifiers:
+    """Environments of the library verifiers: their tasks as prompts, their episodes as samples, their rewards."""
+
+    provides = ("resumes:verifiers", "made:verifiers")
+
+    def __init__(self, options: VerifiersOptions, config: RunConfig):
+        self._options, self._config, self._rows = options, config, dict[str, "TaskRows"]()
+        self._tables = dict(options.envs or {})
+        self._agents: Agents | None = None
+        self._reading = asyncio.Lock()
+        if config.rollout.generate == NAME:
+            self._refuse(config)
+
+    @functools.cached_property
+    def _environments(self) -> Environments:
+        from miles_verifiers.environments import Environments
+
+        return Environments(self._tables)
+
+    @hookimpl("read_rows", name="verifiers")
+    def rows(self, path: str, most: int | None) -> Records:
+        """The tasks of an environment, gsm8k.verifiers, or some of them, gsm8k.verifiers@[0:256]."""
+        if path not in self._rows:
+            from miles_verifiers.rows import TaskRows, environment_of
+
+            config, name = self._config, environment_of(path)
+            own = [(one.get("input_key"), one.get("label_key")) for one in config.eval.datasets]
+            inputs = {config.rollout.input_key, config.eval.eval_input_key, *(key for key, _ in own)}
+            labels = {config.rollout.label_key, config.eval.eval_label_key, *(key for _, key in own)}
+            keys = tuple(tuple(sorted(str(key) for key in some if key)) for some in (inputs, labels))
+            self._rows[path] = TaskRows(path, self._environments.load(name), self._tables.get(name, {}),
+                                        (keys[0], keys[1]), config.rollout.apply_chat_template)
+        return self._rows[path]
+
+    @hookimpl(name="verifiers")
+    async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:
+        """Every sample of a group by an episode of its own, in which the session endpoint is the policy."""
+        if self._agents is None:
+            from miles_tools.agent import Agents
+            from miles_tools.plugin import ToolsOptions
+
+            limits = ToolsOptions(agent_timeout=self._options.timeout, agent_concurrency=self._options.concurrency)
+            self._agents = Agents(limits, self._config, self._play)
+        return await self._agents.generate(prompt, generation)
+
+    async def _play(self, asked: Task, address: str) -> dict[str, float]:
+        meant = asked.metadata[NAME]
+        async with self._reading:  # tasks are read once more here: prompts are another role's, with a plugin of its own
+            await asyncio.to_thread(self.rows, meant["path"], None)
+        task = self._rows[meant["path"]].tasks[meant["row"]]
+        return await self._environments.play(meant["env"], task, f"{address}/v1")
+
+    @hookimpl
+    def finish(self) -> None:
+        """End the session endpoint and the environments."""
+        if self._agents is not None:
+            self._agents.stop()
+        if "_environments" in vars(self):
+            self._environments.close()
+
+    def _refuse(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: prompts that are no tasks, or without a chat template, by which a conversation goes on.
+        """
+        paths = [config.rollout.prompt_data, *(one["path"] for one in config.eval.every)]
+        if other := [path for path in paths if path is not None and format_of(path) != NAME]:
+            raise ConfigError("an episode begins with a task of an environment", code="verifiers-no-task",
+                              got=other[0], who="rollout.generate = 'verifiers'",
+                              fix="name the tasks of an environment: NAME.verifiers, or NAME.verifiers@[0:64]")
+        if not config.rollout.apply_chat_template:
+            raise ConfigError("episodes are conversations, and the chat template writes them",
+                              code="verifiers-without-chat-template", who="rollout.generate = 'verifiers'",
+                              got="apply_chat_template is off", fix="--apply-chat-template")
