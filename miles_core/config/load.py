@@ -318,12 +318,9 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
     except FileNotFoundError:
         raise ConfigError("the run file does not exist", code="run-file-missing", who=str(path),
                           fix="check the path") from None
-    except IsADirectoryError:
-        raise ConfigError("the run file is a folder", code="run-file-is-folder", who=str(path),
-                          fix="give the .toml file in it") from None
     except OSError as error:
         raise ConfigError("the run file cannot be read", code="run-file-unreadable", got=error.strerror, who=str(path),
-                          fix="check its owner and permissions") from None
+                          fix="name a .toml file that you may read") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError("the run file is not valid TOML", code="run-file-not-toml", got=str(error), who=str(path),
                           fix="write it in UTF-8" if isinstance(error, UnicodeError) else "correct that line") from None
