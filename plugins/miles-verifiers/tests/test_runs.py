@@ -32,8 +32,10 @@ def test_a_run_trains_and_is_evaluated_on_an_environment():
 
 @pytest.mark.parametrize(("rollout", "evaluated", "code"), [
     ({"prompt_data": "rows.jsonl"}, {}, "verifiers-no-task"),
-    ({"prompt_data": "words.verifiers"}, {"eval_prompt_data": ["held", "rows.jsonl"]}, "verifiers-no-task"),
-    ({"prompt_data": "words.verifiers", "apply_chat_template": False}, {}, "verifiers-without-chat-template"),
+    ({"prompt_data": "harbor.verifiers"}, {"eval_prompt_data": ["held", "rows.jsonl"]}, "verifiers-no-task"),
+    ({"prompt_data": "unheard-of.verifiers"}, {}, "verifiers-taskset-missing"),
+    ({"prompt_data": "a/unheard-of@1.2.verifiers"}, {}, "verifiers-taskset-missing"),
+    ({"prompt_data": "words_env.verifiers@[0:2]", "apply_chat_template": False}, {}, "verifiers-without-chat-template"),
 ])
 def test_a_run_that_cannot_play_is_refused(rollout, evaluated, code):
     config = RunConfig(rollout=Rollout(generate="verifiers", **{"apply_chat_template": True} | rollout),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.reading import format_of
+from miles_verifiers.names import environment_of, is_installed
 
 if TYPE_CHECKING:
     from miles_tools.agent import Agents
@@ -45,8 +46,7 @@ class Verifiers:
         self._tables = dict(options.envs or {})
         self._agents: Agents | None = None
         self._reading = asyncio.Lock()
-        if config.rollout.generate == NAME:
-            self._refuse(config)
+        self._refuse(config)
 
     @functools.cached_property
     def _environments(self) -> Environments:
@@ -58,7 +58,7 @@ class Verifiers:
     def rows(self, path: str, most: int | None) -> Records:
         """The tasks of an environment, gsm8k.verifiers, or some of them, gsm8k.verifiers@[0:256]."""
         if path not in self._rows:
-            from miles_verifiers.rows import TaskRows, environment_of
+            from miles_verifiers.rows import TaskRows
 
             config, name = self._config, environment_of(path)
             own = [(one.get("input_key"), one.get("label_key")) for one in config.eval.datasets]
@@ -98,10 +98,18 @@ class Verifiers:
     def _refuse(self, config: RunConfig) -> None:
         """
         Raises:
-            ConfigError: prompts that are no tasks, or without a chat template, by which a conversation goes on.
+            ConfigError: tasks of what is not installed, prompts that are no tasks, or no chat template, by which a
+                conversation goes on.
         """
-        paths = [config.rollout.prompt_data, *(one["path"] for one in config.eval.every)]
-        if other := [path for path in paths if path is not None and format_of(path) != NAME]:
+        paths = [path for path in (config.rollout.prompt_data, *(one["path"] for one in config.eval.every)) if path]
+        for name in {environment_of(path) for path in paths if format_of(path) == NAME}:
+            taskset: Any = self._tables.get(name, {}).get("taskset") or {"id": name}
+            if isinstance(taskset, dict) and not is_installed(str(taskset.get("id"))):
+                raise ConfigError("there is no such taskset", code="verifiers-taskset-missing", got=taskset.get("id"),
+                                  who=f"{name}.verifiers", fix="install its package, or have its module on PYTHONPATH")
+        if config.rollout.generate != NAME:
+            return
+        if other := [path for path in paths if format_of(path) != NAME]:
             raise ConfigError("an episode begins with a task of an environment", code="verifiers-no-task",
                               got=other[0], who="rollout.generate = 'verifiers'",
                               fix="name the tasks of an environment: NAME.verifiers, or NAME.verifiers@[0:64]")

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import DataError
 from miles_core.reading import reading, sliced
+from miles_verifiers.names import environment_of
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
-
-ENDING = ".verifiers"
-
-
-def environment_of(path: str) -> str:
-    """The name of the environment whose tasks a path means."""
-    return sliced(path)[0].removesuffix(ENDING)
 
 
 class TaskRows(list[dict[str, Any]]):
