@@ -23,6 +23,7 @@ from miles_compat.generation import drawn, reward_of
 from miles_compat.loading import LOOP
 from miles_compat.paths import located, noted
 from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles_compat.sample import labelled
 from miles_compat.session import CURRENT, Drawn, Session
 from miles_core import rng
 from miles_core.errors import HookError
@@ -253,9 +254,8 @@ def _prompt(one: Any, place: Prompt, source: object) -> Prompt:
     if found is not None:
         return replace(found, uid=place.uid)
     text = one.prompt if isinstance(one.prompt, str) else ""
-    size = len(one.tokens) - one.response_length
-    return replace(place, text=text, token_ids=tuple(one.tokens[:size]),
-                   label=None if one.label is None else str(one.label), metadata=dict(one.metadata))
+    ids = tuple(one.tokens[:len(one.tokens) - one.response_length])
+    return replace(place, text=text, token_ids=ids, metadata=dict(one.metadata), **labelled(one.label))
 
 
 def _answers(one: Any, everything: Sequence[Drawn]) -> list[Drawn]:
