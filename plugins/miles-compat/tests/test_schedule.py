@@ -139,6 +139,27 @@ def test_calls_of_one_rollout_draw_different_numbers():
     assert len(set(keys)) == 3
 
 
+@pytest.mark.parametrize(("executions", "rollouts"), [
+    ([None, None], [None, None]), ([4, 4, 9], [0, 0, 1]), ([4, 9], [None, None]), ([[None, None], None], [0, 0, 1]),
+    ([[4, 4], 7, 7], [0, 0, 1, 1])])
+def test_samples_of_one_rollout_id_are_one_rollout(executions, rollouts):
+    """Miles has it in flat groups, too: siblings share a reward and count once in denominators."""
+    def one(rollout_id):
+        return sample([1, 2], 1, [0], group_index=None, prompt="", label=None, rollout_id=rollout_id)
+
+    async def sampled():
+        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
+                               debug_train_only=False, reward_key="score")
+        places = Places(Numbers(), 1)
+        groups = [[list(map(one, ids)) if isinstance(ids, list) else one(ids) for ids in executions]]
+        schedule = Schedule(lambda given: groups, args, places, lambda args: None, lambda name, value: None)
+        generation = Generation(SimpleNamespace(version=1), SamplingParams(), 1, None, None, 5.0)
+        return await schedule.group(places.next(), generation)
+
+    found = asyncio.run(sampled())
+    assert [one.rollout for one in found] == rollouts and [one.index for one in found] == [*range(len(found))]
+
+
 def answer(context, ids):
     ids = np.array(ids, np.int32)
     return Drawn(tuple(context), Response(ids, -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 3),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_compat.filters import flat
-from miles_compat.generation import drawn, reward_of
+from miles_compat.generation import drawn, numbered, reward_of
 from miles_compat.loading import LOOP
 from miles_compat.paths import located, noted
 from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
@@ -234,16 +235,10 @@ class Schedule:
 def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:
     """(place) -> the core's samples of a group, whose executions may be lists."""
     def take(place: Prompt) -> list[Sample]:
-        executions = [one if isinstance(one, list) else [one] for one in group]
-        split = any(len(execution) > 1 for execution in executions)
-        made: list[Sample] = []
-        for number, execution in enumerate(executions):
-            for one in execution:
-                prompt = _prompt(one, place, source)
-                sample = drawn(one, prompt, len(made), _answers(one, session.drawn), session)
-                sample.rollout = number if split else None
-                made.append(sample)
-        return made
+        index = itertools.count()
+        return numbered([[drawn(one, _prompt(one, place, source), next(index), _answers(one, session.drawn), session)
+                          for one in (execution if isinstance(execution, list) else [execution])]
+                         for execution in group])
     return take
 
 
