@@ -24,7 +24,7 @@ from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
 from miles_core.stages.metrics import rollout_metrics, times
 from miles_core.stages.on_policy import check_first
-from miles_core.stages.placement import Placement
+from miles_core.stages.placement import Placement, engines
 from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
@@ -152,8 +152,7 @@ class Run:
 
     async def reward(self, group: Group) -> Group:
         """Stage 3."""
-        finished = filter_group(group, None)
-        return group if isinstance(finished, Drop) else await self.scoring(group)
+        return group if isinstance(filter_group(group, None), Drop) else await self.scoring(group)
 
     def filter(self, group: Group) -> Group | Drop:
         """Stage 4."""
@@ -277,9 +276,8 @@ class Run:
         An evaluation keeps its weights to its end."""
         self._timed("train_time")
         await self.evaluated()
-        version = rollout_id + 1
         self.journal.stage("sync")
-        begin = self.clock()
+        version, begin = rollout_id + 1, self.clock()
         async with within(self.config.perf.weight_sync_timeout, self._late(version)):
             figures = await self.weight_sync.sync(self.trainer, self.engine, version)
         self.version, self.weights_current = version, True
@@ -330,8 +328,10 @@ class Run:
         """Report the rollout, evaluate and save when due."""
         at = batch.rollout_id
         other = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last, before=False))
-        rate = self.engine is not None and not other  # an engine that did nothing but sample this rollout
-        self.metrics |= self.placement.figures() | self.hook_timings() | times(batch, self.metrics, self.config, rate)
+        alone = self.engine is not None and not other  # it did nothing but sample this rollout
+        count, size = engines(self.config)  # no engine where they run already, or in the driver's process
+        gpus = (count * size or self.config.perf.rollout_num_gpus or 1) if alone else 0
+        self.metrics |= self.placement.figures() | self.hook_timings() | times(batch, self.metrics, self.config, gpus)
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics, self._stepped = self.metrics.get("train/grad_norm"), {}, Counter()
         if self.config.debug.debug_determinism and self.steps:

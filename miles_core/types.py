@@ -53,7 +53,7 @@ class Prompt:
         row: line of the dataset it comes from, counted from 0.
         text: the rendered text that the token ids stand for.
         token_ids: what the engine is given; never tokenised again later.
-        label: ground truth for the scorers; of an object or list its JSON, and `metadata` has it.
+        label, raw_label: ground truth for scorers as text, of a list or object its JSON; and itself if it is no text.
         metadata: whatever else the dataset's row carries; scorers and generators may read it.
         messages: the conversation before rendering, where the dataset holds one.
         stream: "train", or the name of an eval dataset.
@@ -67,6 +67,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] | None = None
     stream: str = "train"
+    raw_label: Any = None
 
 
 @dataclass(slots=True)

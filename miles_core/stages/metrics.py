@@ -33,12 +33,12 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     return {name: float(value) for name, value in {**metrics, **figures(samples, "rollout/")}.items()}
 
 
-def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, rate: bool) -> dict[str, float]:
-    """Seconds of a step, the share that the trainer waits, and response tokens per second and GPU of the engines."""
+def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, gpus: int) -> dict[str, float]:
+    """Seconds of a step, the share that the trainer waits, and response tokens per second of each of the `gpus`."""
     waited, tokens = metrics["perf/rollout_time"], sum(sample.response_length for sample in batch.samples)
     step = waited + metrics["perf/train_time"] + metrics["perf/update_weights_time"]
-    seconds = (step if config.rollout.max_lag else waited) * (config.perf.rollout_num_gpus or 1)
-    rates = {"perf/tokens_per_gpu_per_sec": tokens / seconds} if rate and seconds else {}
+    seconds = (step if config.rollout.max_lag else waited) * gpus
+    rates = {"perf/tokens_per_gpu_per_sec": tokens / seconds} if seconds else {}
     return {"perf/step_time": step, **rates, **({"perf/wait_time_ratio": waited / step} if step else {})}
 
 

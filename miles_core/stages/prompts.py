@@ -133,10 +133,9 @@ class RowPrompts:
         return self._prompt(uid, row, self._records[row])
 
     def next(self) -> Prompt:
-        if self._again:
-            return self[self._again.popleft()]
-        self._next += 1
-        return self[self._next - 1]
+        if not self._again:
+            self._next += 1
+        return self[self._again.popleft() if self._again else self._next - 1]
 
     def give_back(self, prompts: list[Prompt]) -> None:
         self._again.extendleft(prompt.uid for prompt in reversed(prompts))
@@ -205,7 +204,7 @@ class Rendering:
         apart = {rows.input_key} if whole else {rows.input_key, rows.label_key}
         return Prompt(uid, row, text, tuple(ids), json.dumps(label) if whole else None if label is None else str(label),
                       {k: v for k, v in record.items() if k not in apart} | metadata | dict(rows.metadata),
-                      None if messages is None else tuple(messages), rows.stream)
+                      tuple(messages) if messages else None, rows.stream, None if isinstance(label, str) else label)
 
     def source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Text, or chat messages, as the row has them."""

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -311,6 +312,23 @@ def test_an_evaluation_is_no_time_that_training_waited_for_samples():
     assert [metrics["perf/step_time"] for metrics in reported] == pytest.approx([1.6, 1.6, 1.1, 1.6])
     assert ["perf/tokens_per_gpu_per_sec" in metrics for metrics in reported] == [True, True, False, True], \
         "the engine had the evaluation's answers to draw as well"
+
+
+@pytest.mark.parametrize(("engine", "perf", "gpus"), [
+    ("local", {}, 1), ("sglang", {"rollout_num_gpus": 6}, 6), ("sglang", {"rollout_num_gpus_per_engine": 2}, 2),
+    ("sglang", {"colocate": True, "actor_num_gpus_per_node": 4}, 4)])
+def test_a_rate_is_that_of_each_gpu_of_the_engines(engine, perf, gpus):
+    """Also where nobody said how many they have: they are one engine's, or with --colocate the trainer's."""
+    async def start():
+        pass
+
+    run = toy_run(rollouts=1, batch_size=2, max_lag=0, duration=lambda uid, tries: 0.5, train=1.0)
+    run.config = replace(run.config, rollout=replace(run.config.rollout, engine=engine),
+                         perf=replace(run.config.perf, **perf))
+    run.engine = SimpleNamespace(start=start)
+    run_virtual(lambda: train(run))
+    tokens = sum(sample.response_length for sample in run.trainer.batches[0].samples)
+    assert run.journal.rollouts[0][1]["perf/tokens_per_gpu_per_sec"] == pytest.approx(tokens / 0.5 / gpus)
 
 
 def test_a_failing_evaluation_ends_the_run():

@@ -207,12 +207,11 @@ def test_a_scorer_that_removes_a_sample_empties_its_mask_with_the_filter(batch):
         np.testing.assert_array_equal(sample.columns["loss_mask"], mask * (sample.index % 2))
 
 
-def test_a_label_that_is_an_object_is_one_to_a_function():
-    """As datasets of search-r1 have it; a label that only looks like one stays text."""
-    for label, metadata, expected in (('{"target": ["2"]}', {"reward_model": {"target": ["2"]}}, {"target": ["2"]}),
-                                      ('{"target": ["2"]}', {"other": {"target": ["3"]}}, '{"target": ["2"]}'),
-                                      ("2", {}, "2"), (None, {}, None)):
-        assert asked(Prompt(0, 0, "1+1=", (1,), label, metadata), 0, 1).label == expected
+def test_a_label_is_to_a_function_what_the_row_has():
+    """An object, as datasets of search-r1 have it, or a number; a text that only looks like one stays text."""
+    for text, raw, expected in (('{"target": ["2"]}', {"target": ["2"]}, {"target": ["2"]}), ("2", 2, 2),
+                                ('{"target": ["2"]}', None, '{"target": ["2"]}'), ("2", None, "2"), (None, None, None)):
+        assert asked(Prompt(0, 0, "1+1=", (1,), text, raw_label=raw), 0, 1).label == expected
 
 
 def test_rewards_are_replaced_and_the_raw_ones_kept(batch):

@@ -15,14 +15,13 @@ from miles_compat.loading import SingletonMeta, run
 from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.requests import create_tool_call_parser, execute_tool_calls, update_sample_with_tool_responses
 from miles_compat.sample import Sample, label_of
-from miles_compat.scorers import batched_async_rm, compute_score, grade_answer_verl
+from miles_compat.scorers import _core, batched_async_rm, compute_score, grade_answer_verl
 from miles_sglang.sync.disk import DiskSender
 from miles_testing.tiny import tiny_checkpoint
 from transformers import AutoTokenizer
 
 from miles_core.config.tables import Perf, Rollout, RunConfig
 from miles_core.errors import HookError
-from miles_core.types import Prompt
 
 
 @pytest.fixture
@@ -71,13 +70,12 @@ def test_a_sample_grows_by_the_engines_tokens_and_by_others():
     assert sample.tokens == [] and sample.status is Sample.Status.ABORTED
 
 
-def test_a_label_that_is_an_object_is_one_again():
-    label = {"ground_truth": {"target": ["Paris"]}}
-    prompt = Prompt(0, 0, "", (), json.dumps(label), {"reward_model": label})  # as the core makes it of such a row
-    assert label_of(prompt) == label
-    assert label_of(Prompt(0, 0, "", (), '["a", "b"]', {"answers": ["a", "b"]})) == ["a", "b"]
-    for text in ("{1, 2}", '{"a": 1}', "7", "{"):
-        assert label_of(Prompt(0, 0, "", (), text)) == text
+def test_a_label_is_what_the_row_has():
+    """For a scorer as for a function: a list, a number, or a text that only looks like one."""
+    for label in ({"target": ["Paris"]}, ["a", "b"], 7, 0.5, True, "{1, 2}", '{"a": 1}', "7", "{", None):
+        prompt = _core(Sample(label=label)).prompt
+        assert label_of(prompt) == label and isinstance(prompt.label, str | None)
+    assert _core(Sample(label=["a", "b"])).prompt.label == '["a", "b"]'
 
 
 def test_scorers_of_the_run_answer_miles_functions():

@@ -12,7 +12,7 @@ import pytest
 from miles_compat.data_sources import RolloutDataSourceWithBuffer
 from miles_compat.generation import drawn, reward_of
 from miles_compat.schedule import Evaluations, Places, Schedule
-from miles_compat.session import Drawn
+from miles_compat.session import CURRENT, Drawn
 
 from miles_core.errors import HookError
 from miles_core.stages.rollout import Generation, Response, SamplingParams
@@ -41,6 +41,16 @@ class Numbers:
         self.number, self.again = state["next"], [*state["again"]]
 
 
+def slot(schedule, place, engine, then=None) -> asyncio.Task:
+    """As a run has them: a task takes a group, and then scores it."""
+    async def sampled():
+        await schedule.group(place, Generation(engine, SamplingParams(), 1, None, None, 5.0))
+        if then is not None:
+            await then.wait()
+
+    return asyncio.ensure_future(sampled())
+
+
 def test_a_resumed_run_draws_the_prompts_that_the_unbroken_one_would():
     """After drops, which use up places, and with groups in the buffer, whose prompts are sampled again."""
     asked: list[list[int]] = []
@@ -65,7 +75,7 @@ def test_a_resumed_run_draws_the_prompts_that_the_unbroken_one_would():
                             lambda name, value: None)
         engine = SimpleNamespace(version=version)
         for _ in range(count):
-            await schedule.group(places.next(), Generation(engine, SamplingParams(), 1, None, None, 5.0))
+            await slot(schedule, places.next(), engine)
         return json.loads(json.dumps(places.state_dict()))
 
     places = Places(Numbers(), 3)
@@ -77,6 +87,77 @@ def test_a_resumed_run_draws_the_prompts_that_the_unbroken_one_would():
         places.load_state_dict(again)
         asyncio.run(sampled(2, 1))
         assert asked[-1] == next_call
+
+
+def test_groups_that_are_being_scored_are_drawn_again_by_a_resumed_run():
+    """They are neither the function's any more nor the run's already; once they are, no prompt comes twice."""
+    found: list[dict] = []
+
+    async def rollout(given):
+        groups = schedule.source.get_samples(2)
+        if groups[0][0].group_index:
+            found.append(places.state_dict()["inner"])
+            scored.set()
+            await asyncio.wait(slots)
+            found.append(places.state_dict()["inner"])
+        for (one,) in groups:
+            one.tokens, one.response_length, one.loss_mask, one.status = [1, 2], 1, [0], "completed"
+        return groups
+
+    async def sampled():
+        engine = SimpleNamespace(version=1)
+        slots.extend(slot(schedule, places.next(), engine, then=scored) for _ in range(2))
+        await slot(schedule, places.next(), engine)
+
+    args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=1, debug_rollout_only=False,
+                           debug_train_only=False, reward_key="score", n_samples_per_prompt=1, buffer_filter_path=None,
+                           apply_chat_template=False)
+    slots, scored, places = [], asyncio.Event(), Places(Numbers(), 2)
+    schedule = Schedule(rollout, args, places, lambda args: RolloutDataSourceWithBuffer(args, places.inner),
+                        lambda name, value: None)
+    asyncio.run(sampled())
+    assert found == [{"next": 2, "again": [0, 1]}, {"next": 2, "again": []}]
+
+
+def test_calls_of_one_rollout_draw_different_numbers():
+    """A second call after drops may ask with the same tokens: data may be few, or have a row twice."""
+    keys: list[int] = []
+
+    def rollout(args, rollout_id, data_buffer, evaluation):
+        keys.append(CURRENT.get().name([1, 2])[1])
+        return [[sample([1, 2], 1, [0], group_index=None, prompt="", label=None)]]
+
+    async def sampled():
+        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
+                               debug_train_only=False, reward_key="score")
+        places = Places(Numbers(), 4)
+        schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: None)
+        for _ in range(3):
+            await slot(schedule, places.next(), SimpleNamespace(version=1))
+
+    asyncio.run(sampled())
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize(("executions", "rollouts"), [
+    ([None, None], [None, None]), ([4, 4, 9], [0, 0, 1]), ([4, 9], [None, None]), ([[None, None], None], [0, 0, 1]),
+    ([[4, 4], 7, 7], [0, 0, 1, 1])])
+def test_samples_of_one_rollout_id_are_one_rollout(executions, rollouts):
+    """Miles has it in flat groups, too: siblings share a reward and count once in denominators."""
+    def one(rollout_id):
+        return sample([1, 2], 1, [0], group_index=None, prompt="", label=None, rollout_id=rollout_id)
+
+    async def sampled():
+        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
+                               debug_train_only=False, reward_key="score")
+        places = Places(Numbers(), 1)
+        groups = [[list(map(one, ids)) if isinstance(ids, list) else one(ids) for ids in executions]]
+        schedule = Schedule(lambda given: groups, args, places, lambda args: None, lambda name, value: None)
+        generation = Generation(SimpleNamespace(version=1), SamplingParams(), 1, None, None, 5.0)
+        return await schedule.group(places.next(), generation)
+
+    found = asyncio.run(sampled())
+    assert [one.rollout for one in found] == rollouts and [one.index for one in found] == [*range(len(found))]
 
 
 def answer(context, ids):

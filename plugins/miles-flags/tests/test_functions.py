@@ -45,6 +45,14 @@ def test_what_a_generate_function_looks_at_brings_one(flag, generator):
     assert config.options["compat"]["custom_generate_function_path"].split(".")[-2] == generator
 
 
+@pytest.mark.parametrize("flag", ["--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path"])
+def test_rewards_that_a_function_makes_are_not_compared_again(flag):
+    """Either stands in Miles for the comparison within groups: equal rewards would become advantages of 0."""
+    config, notes = derived(flag, "a.b")
+    assert config.algorithm.rewards_normalization is False and any(flag in note for note in notes)
+    assert derived(flag, "a.b", "--rewards-normalization")[0].algorithm.rewards_normalization
+
+
 def test_a_teacher_of_miles_is_one_of_plugin_opd():
     functions = "miles.rollout.on_policy_distillation"
     words = ("--use-opd", "--opd-type", "sglang", "--custom-rm-path", f"{functions}.reward_func",

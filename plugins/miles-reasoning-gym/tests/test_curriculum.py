@@ -53,6 +53,18 @@ def test_what_was_begun_beyond_the_batch_is_counted_when_it_comes_again():
     assert one.levels == {"sums": 2}
 
 
+def test_a_resumed_run_counts_what_lay_finished_in_the_buffer():
+    """With --max-lag groups are scored before a checkpoint and trained on after it."""
+    one, resumed = curriculum(), curriculum()
+    one.scored(0, "sums", 1, [1.0, 1.0])
+    one.scored(1, "sums", 1, [1.0, 1.0])
+    one.end_of_rollout(0)
+    resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for each in (one, resumed):
+        each.end_of_rollout(1)
+        assert each.levels == {"sums": 2} and not each.counted
+
+
 def test_the_source_draws_at_the_level_of_now_and_its_state_has_it(source):
     prompts = source([RISING])
     easy = prompts.next()

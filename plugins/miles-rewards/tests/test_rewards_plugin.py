@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,6 +57,20 @@ def test_scores(scorers):
     for end in ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>"):
         assert plugin.dapo(sample(f"Answer: 42{end}", "42"))["score"] == 1.0, "nor of a number"
     assert plugin.gpqa(sample("The answer is B", "B")) == plugin.boxed_gpqa(sample(r"\boxed{B}", "B")) == 1.0
+
+
+def test_a_number_is_the_place_of_the_right_choice(scorers):
+    """As MMLU has it; the text "2" is a choice's."""
+    plugin = scorers()
+    for label, raw_label, scores in (("2", 2, [1.0, 0.0]), ("2", None, [0.0, 1.0])):
+        asked = [sample(f"The answer is {letter}", label, choices=["0", "2", "4", "6"]) for letter in "CB"]
+        for one in asked:
+            one.prompt = replace(one.prompt, raw_label=raw_label)
+        assert [plugin.gpqa(one) for one in asked] == scores
+    outside = sample("The answer is 9", "9")
+    outside.prompt = replace(outside.prompt, raw_label=9)
+    with pytest.raises(RewardError):
+        plugin.gpqa(outside)
 
 
 @pytest.mark.parametrize("name", ["deepscaler", "gemma_math", "dapo", "boxed_dapo", "f1", "boxed_f1", "gpqa", "gsm8k"])

@@ -82,11 +82,11 @@ def drawn(tokenizer, text, reason="stop", version=7):
     return ids, [-0.25] * len(ids), [version] * len(ids), reason
 
 
-def talk(talks, tokenizer, turns, *, most=512, begun=(), **options):
+def talk(talks, tokenizer, turns, *, most=512, begun=(), skip=False, **options):
     """(sample, engine) of one conversation."""
     engine = Scripted(turn if isinstance(turn, tuple) else drawn(tokenizer, turn) for turn in turns)
     generation = Generation(
-        engine=engine, sampling=SamplingParams(max_new_tokens=most), samples=1, begun=begun,
+        engine=engine, sampling=SamplingParams(max_new_tokens=most, skip_special_tokens=skip), samples=1, begun=begun,
         key=lambda index, turn: rng.key(0, "train", 5, index, turn), timeout=10.0,
         decode=lambda ids, skip: tokenizer.decode(list(ids), skip_special_tokens=skip))  # fmt: skip
     prompt = Prompt(5, 5, "", (0,), messages=ASK)
@@ -110,6 +110,13 @@ def test_a_tools_answer_is_what_the_template_would_write(talks, tokenizer):
     figures = sample.metadata["figures"]
     assert figures.pop("tool_time") > 0
     assert figures == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "tool_overruns": 0, "spec_accept_rate": 0.5}
+
+
+def test_scorers_see_the_special_tokens_that_the_run_keeps(talks, tokenizer):
+    """--rollout-skip-special-tokens, as of a single turn; calls are looked for in all of it."""
+    sample, engine = talk(talks, tokenizer, ["<calc>12*34</calc><|im_end|>", "\\boxed{408}<|im_end|>"], skip=True)
+    assert sample.text == "\\boxed{408}" and len(engine.requests) == 2
+    assert sample.metadata["conversation"].endswith("<|im_end|>")
 
 
 TOKEN = st.integers(0, 263)

@@ -119,6 +119,8 @@ def test_keys_with_dots_go_into_objects_and_an_object_is_its_json(source):
     assert source(rows, input_key="q.text", label_key="a.b").next().label == "1", "a key that is there comes first"
     several = source([{"q": "x", "a": ["it's", 4]}], label_key="a").next()
     assert json.loads(several.label) == several.metadata["a"] == ["it's", 4]
+    assert several.raw_label == ["it's", 4] and prompt.raw_label == 4 and source([{"q": "x"}]).next().raw_label is None
+    assert source([{"q": "x", "a": "4"}], label_key="a").next().raw_label is None, "text is the label itself"
     for key in ("graded.none", "graded.answer.digits", "none.answer"):
         with pytest.raises(DataError, match=key):
             source(rows, input_key="q.text", label_key=key).next()

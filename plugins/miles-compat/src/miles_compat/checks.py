@@ -88,12 +88,12 @@ def _check_functions(options: Any, config: RunConfig) -> None:
 
 
 def _check_rewards(options: Any, config: RunConfig) -> None:
-    if options.custom_reward_post_process_path and "algorithm.rewards_normalization" not in config.origin:
-        raise ConfigError("custom_reward_post_process_path leaves open whether the estimator still compares rewards "
-                          "within their group", code="reward-function-group-unclear", who="plugin compat",
+    own = options.custom_reward_post_process_path or options.custom_convert_samples_to_train_data_path
+    if own and "algorithm.rewards_normalization" not in config.origin:
+        raise ConfigError("the function leaves open whether the estimator still compares rewards within their group",
+                          code="reward-function-group-unclear", got=own, who="plugin compat",
                           fix="--disable-rewards-normalization is what Miles does, --rewards-normalization does both")
     if options.rollout_all_samples_process_path and config.rollout.max_lag:
-        raise ConfigError("rollout_all_samples_process_path is called once for each rollout, and groups of several "
-                          "rollouts are sampled at once", got=f"max_lag {config.rollout.max_lag}",
-                          code="all-samples-function-max-lag", who="plugin compat",
-                          fix="drop --max-lag, or look at each group in the hook filter_group")
+        raise ConfigError("rollout_all_samples_process_path is called for each rollout, and several are under way",
+                          code="all-samples-function-max-lag", got=f"max_lag {config.rollout.max_lag}",
+                          who="plugin compat", fix="drop --max-lag, or look at each group in the hook filter_group")

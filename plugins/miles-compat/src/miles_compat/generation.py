@@ -39,15 +39,20 @@ async def group(function: Callable[..., Any], args: Args, prompt: Prompt, genera
     calls = [asyncio.ensure_future(_one(function, args, prompt, index, generation, hooks))
              for index in range(generation.samples)]
     try:
-        found = [execution for execution in await asyncio.gather(*calls)]
+        return numbered(await asyncio.gather(*calls))
     finally:
         for call in calls:
             call.cancel()  # the others, when one failed
-    split = any(len(execution) > 1 for execution in found)
-    flat = [(number, sample) for number, execution in enumerate(found) for sample in execution]
-    for index, (number, sample) in enumerate(flat):
-        sample.index, sample.rollout = index, number if split else None
-    return [sample for _, sample in flat]
+
+
+def numbered(executions: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """The samples of a group. Those of an execution are one rollout, and those that a function gave one rollout_id."""
+    keys = [("execution", number) if len(execution) > 1 or one.rollout is None else ("id", one.rollout)
+            for number, execution in enumerate(executions) for one in execution]
+    numbers, found = {key: number for number, key in enumerate(dict.fromkeys(keys))}, [*itertools.chain(*executions)]
+    for index, (sample, key) in enumerate(zip(found, keys, strict=True)):
+        sample.index, sample.rollout = index, numbers[key] if len(numbers) < len(keys) else None
+    return found
 
 
 async def _one(function: Callable[..., Any], args: Args, prompt: Prompt, index: int,
@@ -124,7 +129,7 @@ def drawn(one: Any, prompt: Prompt, index: int, answers: Sequence[Drawn], sessio
     }
     metadata = samples.added(one.metadata, prompt.metadata)
     return Sample(prompt, index, columns, len(mask), one.response, status, metadata=metadata,
-                  reward=reward_of(one, session.args))
+                  reward=reward_of(one, session.args), rollout=getattr(one, "rollout_id", None))
 
 
 def _parts(one: Any, name: str, vocabulary: int | None, *, prompt: int) -> tuple[np.ndarray, np.ndarray]:

@@ -245,11 +245,15 @@ def runs_of(mask: np.ndarray) -> list[list[int]]:
 
 
 def label_of(prompt: types.Prompt) -> Any:
-    """What stands under the row's label key: text, or an object or list, which the metadata have beside its text."""
-    if (prompt.label or "")[:1] not in ("{", "["):
-        return prompt.label
-    objects = (value for value in prompt.metadata.values() if isinstance(value, dict | list))
-    return next((value for value in objects if json.dumps(value) == prompt.label), prompt.label)
+    """What stands under the row's label key."""
+    return prompt.label if prompt.raw_label is None else prompt.raw_label
+
+
+def labelled(value: Any) -> dict[str, Any]:
+    """A label as prompts of the core have it."""
+    whole = isinstance(value, dict | list)
+    return {"label": json.dumps(value) if whole else None if value is None else str(value),
+            "raw_label": value if whole or isinstance(value, int | float) else None}
 
 
 @contextmanager

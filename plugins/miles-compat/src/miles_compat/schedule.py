@@ -11,18 +11,20 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_compat.filters import flat
-from miles_compat.generation import drawn, reward_of
+from miles_compat.generation import drawn, numbered, reward_of
 from miles_compat.loading import LOOP
 from miles_compat.paths import located, noted
 from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles_compat.sample import labelled
 from miles_compat.session import CURRENT, Drawn, Session
 from miles_core import rng
 from miles_core.errors import HookError
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from miles_core.stages.rollout import Generation
 
 WHO, EVAL = "rollout_function_path", "eval_function_path"
+Ready = tuple[int, Callable[[Prompt], list[Sample]], Sequence[Any]]  # version of its call, what takes a group, and it
 
 
 @dataclass
@@ -76,20 +79,17 @@ class Places:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """The function is called: a run that resumes meanwhile draws the same prompts for it."""
-        self._before = self._position()
+        self._before = self.inner.state_dict()
         try:
             yield
         finally:
             self._before = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which places come next, and which prompts: those that wait in a buffer of the function come first."""
-        return {"next": self._next, "again": list(self._again), "inner": self._before or self._position(),
-                "data": self.data}
-
-    def _position(self) -> dict[str, Any]:
-        state = self.inner.state_dict()
-        return {**state, "again": [*self.held(), *state["again"]]}
+        """Which places come next, and which prompts: those whose groups the run does not have yet come first."""
+        inner = self._before or self.inner.state_dict()
+        return {"next": self._next, "again": list(self._again), "data": self.data,
+                "inner": {**inner, "again": [*self.held(), *inner["again"]]}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -128,9 +128,11 @@ class Schedule:
         self._args, self._places, self._log = args, places, log
         self.source, places.held = source(args), self._held
         self._function = _made(function, args, self.source)
-        self._ready: deque[tuple[int, Callable[[Prompt], list[Sample]], Sequence[Any]]] = deque()
+        self._ready: deque[Ready] = deque()
         self._waiting: list[int] = []
         self._kept: list[Drawn] = []
+        self._buffered: Sequence[Any] | None = None  # as a call that is under way found the buffer
+        self._taken: list[tuple[asyncio.Task[Any], Sequence[Any]]] = []  # slots, and groups that they have to score
         self._under_way: tuple[Together, asyncio.Task[None]] | None = None
 
     async def group(self, place: Prompt, generation: Generation) -> list[Sample]:
@@ -142,16 +144,18 @@ class Schedule:
         version = generation.engine.version
         self._waiting.append(version)
         try:
-            while (take := self._next(version)) is None:
+            while (found := self._next(version)) is None:
                 await self._call(place, generation)
         finally:
             self._waiting.remove(version)
-        return take(place)
+        slot = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._taken = [*(one for one in self._taken if not one[0].done()), (slot, found[2])]
+        return found[1](place)
 
     async def _call(self, place: Prompt, generation: Generation) -> None:
         """Wait for the call that is under way, or for a new one."""
         if self._under_way is None:
-            session = self._opened(place.uid // self._places.batch, generation)
+            session = self._opened(place.uid, generation)
             self._under_way = session, asyncio.ensure_future(self._rollout(place, session))
         session, call = under_way = self._under_way
         session.waiting.append(generation)
@@ -164,7 +168,7 @@ class Schedule:
             if self._under_way is under_way and (call.done() or not session.waiting):
                 self._under_way = None
 
-    def _next(self, version: int) -> Callable[[Prompt], list[Sample]] | None:
+    def _next(self, version: int) -> Ready | None:
         """A group of a call that began with the weights that a slot began with, or newer ones.
 
         What a call left over is dropped and counted once no slot of its age waits: a younger one may hold its group for
@@ -175,20 +179,20 @@ class Schedule:
         if ready > len(self._ready):
             self._log("surplus_groups", ready - len(self._ready))
         oldest_fit = next((one for one in self._ready if one[0] >= version), None)
-        if oldest_fit is None:
-            return None
-        self._ready.remove(oldest_fit)
-        return oldest_fit[1]
+        if oldest_fit is not None:
+            self._ready.remove(oldest_fit)
+        return oldest_fit
 
-    def _opened(self, rollout_id: int, generation: Generation) -> Together:
+    def _opened(self, place: int, generation: Generation) -> Together:
+        """A session whose draws are those of its place: drops may have a rollout call the function twice."""
         asked: Counter[bytes] = Counter()
         seed = self._args.rollout_seed
 
         def name(ids: Sequence[int]) -> tuple[str, int]:
             digest = hashlib.blake2b(str(list(ids)).encode(), digest_size=8).digest()
             asked[digest] += 1
-            where = rollout_id, int.from_bytes(digest, "little"), asked[digest]
-            return f"rollout-{rollout_id}-{digest.hex()}-{asked[digest]}", rng.key(seed, "train/function", *where)
+            where = place, int.from_bytes(digest, "little"), asked[digest]
+            return f"place-{place}-{digest.hex()}-{asked[digest]}", rng.key(seed, "train/function", *where)
 
         session = Together(self._args, generation, name)
         session.drawn += self._kept
@@ -198,12 +202,13 @@ class Schedule:
         args, version, number = self._args, session.generation.engine.version, place.uid // self._places.batch
         if not args.debug_rollout_only:  # dropped groups use up places, so these run ahead of the rollouts
             number = min(number, max(version - 1, 0) + args.max_lag)
-        token = CURRENT.set(session)
+        token, self._buffered = CURRENT.set(session), list(getattr(self.source, "buffer", ()))
         try:
             given = RolloutFnTrainInput(number, version)
             with self._places.drawing():
                 answer = await called(self._function, args, given, self.source)
         finally:
+            self._buffered = None
             CURRENT.reset(token)
         self._kept = [answer for group in getattr(self.source, "buffer", ()) for one in flat(group)
                       for answer in _answers(one, session.drawn)]
@@ -218,9 +223,11 @@ class Schedule:
         self._ready.extend((version, _taker(group, self.source, session), group) for group in groups)
 
     def _held(self) -> list[int]:
-        """Numbers of the prompts of groups in the buffer, and of those that a slot is about to take."""
+        """Numbers of the prompts of groups that a slot scores or is about to take, and of those in the buffer."""
         oldest = min(self._waiting, default=math.inf)  # without a slot that waits, weights are newer than what is ready
-        groups = (*getattr(self.source, "buffer", ()), *(one[2] for one in self._ready if one[0] >= oldest))
+        buffered = getattr(self.source, "buffer", ()) if self._buffered is None else self._buffered
+        scored = (group for slot, group in self._taken if not slot.done())
+        groups = (*scored, *(one[2] for one in self._ready if one[0] >= oldest), *buffered)
         numbers = dict.fromkeys(one.group_index for group in groups for one in flat(group))
         return [number for number in numbers if number in getattr(self.source, "of_uid", {})]
 
@@ -228,16 +235,10 @@ class Schedule:
 def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:
     """(place) -> the core's samples of a group, whose executions may be lists."""
     def take(place: Prompt) -> list[Sample]:
-        executions = [one if isinstance(one, list) else [one] for one in group]
-        split = any(len(execution) > 1 for execution in executions)
-        made: list[Sample] = []
-        for number, execution in enumerate(executions):
-            for one in execution:
-                prompt = _prompt(one, place, source)
-                sample = drawn(one, prompt, len(made), _answers(one, session.drawn), session)
-                sample.rollout = number if split else None
-                made.append(sample)
-        return made
+        index = itertools.count()
+        return numbered([[drawn(one, _prompt(one, place, source), next(index), _answers(one, session.drawn), session)
+                          for one in (execution if isinstance(execution, list) else [execution])]
+                         for execution in group])
     return take
 
 
@@ -248,9 +249,8 @@ def _prompt(one: Any, place: Prompt, source: object) -> Prompt:
     if found is not None:
         return replace(found, uid=place.uid)
     text = one.prompt if isinstance(one.prompt, str) else ""
-    size = len(one.tokens) - one.response_length
-    return replace(place, text=text, token_ids=tuple(one.tokens[:size]),
-                   label=None if one.label is None else str(one.label), metadata=dict(one.metadata))
+    ids = tuple(one.tokens[:len(one.tokens) - one.response_length])
+    return replace(place, text=text, token_ids=ids, metadata=dict(one.metadata), **labelled(one.label))
 
 
 def _answers(one: Any, everything: Sequence[Drawn]) -> list[Drawn]:

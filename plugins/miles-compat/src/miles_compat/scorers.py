@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles_compat.loading import load_function
-from miles_compat.sample import Sample
+from miles_compat.sample import Sample, labelled
 from miles_core.errors import ConfigError
 
 
@@ -86,8 +86,8 @@ def _core(sample: Sample) -> Any:
     from miles_core.types import Sample as CoreSample
 
     text = sample.prompt if isinstance(sample.prompt, str) else ""
-    prompt = Prompt(sample.group_index or 0, sample.group_index or 0, text, (),
-                    None if sample.label is None else str(sample.label), dict(sample.metadata or {}))
+    prompt = Prompt(sample.group_index or 0, sample.group_index or 0, text, (), metadata=dict(sample.metadata or {}),
+                    **labelled(sample.label))
     return CoreSample(prompt, sample.index or 0, {"tokens": np.array(sample.tokens, np.int32)}, sample.response_length,
                       sample.response, Status(getattr(sample.status, "value", sample.status)))
 
@@ -147,7 +147,7 @@ def f1_score(prediction: str, ground_truth: str) -> tuple[float, float, float]:
     return (value, common / len(mine), common / len(wanted)) if value else (0.0, 0.0, 0.0)
 
 
-def compute_gpqa_reward(response: str, label: str | None, metadata: Mapping[str, Any] | None = None) -> float:
+def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, Any] | None = None) -> float:
     """1.0 when the response chooses the right letter, or holds the right answer's text."""
     from miles_rewards.gpqa import gpqa
 

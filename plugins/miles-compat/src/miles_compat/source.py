@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miles_compat.paths import located, noted
+from miles_compat.sample import labelled
 from miles_core.errors import DataError
 from miles_core.types import Prompt
 
@@ -79,9 +80,8 @@ class Source:
                             "ends begins again", code="data-source-return") from None
         self._next += 1
         ids = self.tokenizer(text, add_special_tokens=messages is None)["input_ids"]
-        label = getattr(sample, "label", None)
-        return Prompt(uid, uid, text, tuple(ids), None if label is None else str(label),
-                      dict(getattr(sample, "metadata", None) or {}), messages)
+        return Prompt(uid, uid, text, tuple(ids), metadata=dict(getattr(sample, "metadata", None) or {}),
+                      messages=messages, **labelled(getattr(sample, "label", None)))
 
     def _rendered(self, prompt: str | Iterable[Mapping[str, Any]]) -> tuple[str, tuple[dict[str, Any], ...] | None]:
         from miles_core.stages.prompts import render

@@ -108,6 +108,8 @@ def _unlabelled(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
 
 
 _GENERATORS = ("single-turn", "custom")
+_REWARDS = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+"""Functions that say what advantages are made of, groups compared or not."""
 
 
 def _stand_ins(config: RunConfig) -> dict[str, tuple[dict[str, Any], str]]:
@@ -119,14 +121,14 @@ def _stand_ins(config: RunConfig) -> dict[str, tuple[dict[str, Any], str]]:
         "custom_generate_function_path": (generated, "--generate custom is implied"),
         "custom_rm_path": ({"rollout__rm_type": ["custom"], "rollout__rm_weights": [1.0]},
                            "--rm-type custom is implied, and it alone scores"),
-        "custom_reward_post_process_path": ({"algorithm__rewards_normalization": False},
-                                            "rewards are not normalised beside it, as in Miles"),
+        **dict.fromkeys(_REWARDS, ({"algorithm__rewards_normalization": False},
+                                   "rewards are not normalised beside it, as in Miles")),
     }
     if config.options.get("tis", {}).get("use_tis"):
         stand_ins["custom_tis_function_path"] = (
             {"tis__use_tis": False}, "it weighs the tokens in place of --use-tis, as in Miles")
     if "algorithm.rewards_normalization" in config.origin:
-        del stand_ins["custom_reward_post_process_path"]
+        stand_ins = {name: one for name, one in stand_ins.items() if name not in _REWARDS}
     if config.rollout.generate not in _GENERATORS:
         del stand_ins["custom_generate_function_path"], stand_ins["eval_function_path"]
     if "custom" in config.rollout.rm_type or "rollout_function_path" in _paths(config):  # beside others, or asked by it

@@ -50,10 +50,12 @@ class Curriculum:
                 del self.counted[task]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON."""
-        return {"levels": dict(self.levels), "counted": dict(self.counted)}
+        """JSON. What was scored and not counted yet may lie in the run's buffer, finished: nobody scores it again."""
+        waiting = [[uid, *scored] for uid, scored in sorted(self._waiting.items())]
+        return {"levels": dict(self.levels), "counted": dict(self.counted), "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Tasks that were not there keep the level that they begin with."""
         self.levels |= {task: level for task, level in state["levels"].items() if task in self.levels}
         self.counted = {task: list(counted) for task, counted in state["counted"].items() if task in self.levels}
+        self._waiting = {uid: (task, level, scores) for uid, task, level, scores in state.get("waiting", ())}

@@ -30,29 +30,31 @@ def chosen(text: str, letters: Iterable[str]) -> str | None:
     return next((letter for letter in (*by_phrase, *alone) if letter in letters), None)
 
 
-def gpqa(response: str, label: str | None, row: Mapping[str, Any]) -> float:
+def gpqa(response: str, label: object, row: Mapping[str, Any]) -> float:
     """1.0 where the response chooses the right letter; where it chooses none, if it holds the right answer's text.
 
     Args:
-        label: the right letter, or the right choice's text.
+        label: the right letter, the right choice's text, or its number from 0 on.
         row: may hold `choices`, a list or an object of texts; `valid_letters`; `correct_letter`; and the right text as
             `correct_answer` or `answer_text`.
 
     Raises:
         ValueError: neither the label nor the row says what is right.
     """
-    answer, label = response.rpartition("</think>")[2], (label or "").strip()
+    answer, text = response.rpartition("</think>")[2], label.strip() if isinstance(label, str) else ""
     choices = _choices(row.get("choices"))
     letters = [str(letter).upper() for letter in row.get("valid_letters") or ()] or list(
         string.ascii_uppercase[: len(choices)] if choices else LETTERS)
-    right = _right_letter(row.get("correct_letter"), label, choices, letters)
+    number = int(label) if isinstance(label, int | float) else -1
+    right = letters[number] if 0 <= number < len(letters) else _right_letter(
+        row.get("correct_letter"), text, choices, letters)
     texts = [str(row[key]) for key in ("correct_answer", "answer_text") if row.get(key)]
-    if not (right or label or texts):
+    if not (right or text or texts):
         raise ValueError("neither the label nor the row says which choice is right")
     chosen_letter = chosen(answer, letters)
     if chosen_letter and right:
         return float(chosen_letter == right)
-    texts += [label, *(choice for letter, choice in zip(letters, choices) if letter == right)]
+    texts += [text, *(choice for letter, choice in zip(letters, choices) if letter == right)]
     words = _words(answer)
     return float(any(text in words for text in map(_words, texts) if text))
 

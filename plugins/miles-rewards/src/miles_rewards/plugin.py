@@ -200,7 +200,9 @@ def _dapo(sample: Sample, response: str) -> dict[str, float]:
 def _gpqa(sample: Sample, response: str) -> float:
     from miles_rewards.gpqa import gpqa
 
-    return _read(sample, lambda: gpqa(response, sample.prompt.label, sample.prompt.metadata))
+    prompt = sample.prompt
+    label = prompt.label if prompt.raw_label is None else prompt.raw_label
+    return _read(sample, lambda: gpqa(response, label, prompt.metadata))
 
 
 def _read(sample: Sample, ask: Callable[[], T]) -> T:

@@ -200,7 +200,7 @@ class _Conversation:
         if self._last is None and self._begun is not None:
             return dataclasses.replace(self._begun, status=status)
         sample = transcript.to_sample(self._prompt, self._index, status=status, text="")
-        sample.text = self._text(transcript.last_turn)
+        sample.text = self._text(transcript.last_turn, self._generation.sampling.skip_special_tokens)
         sample.metadata["figures"] |= {name: float(value) for name, value in self._figures.items()}
         sample.metadata["conversation"] = self._text(sample.tokens[transcript.prompt_length:].tolist())
         if self._drop is not None:
@@ -209,8 +209,8 @@ class _Conversation:
             sample.metadata["begun"] = {"draws": self._draws, "mask": transcript.mask, **self._figures}
         return sample if self._last is None else self._generation.on_response(sample, self._last)
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return self._generation.decode(ids, False)
+    def _text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._generation.decode(ids, skip_special_tokens)
 
 
 def of(options: ToolsOptions, config: RunConfig, sandbox: Sandbox) -> Conversations:
