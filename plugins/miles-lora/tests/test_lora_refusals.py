@@ -20,7 +20,6 @@ RANK = ("--lora-rank", 4)
     ((*MERGED, "--sglang-max-lora-rank", 8), None), ((*MERGED, "--sglang-enable-lora"), "--weight-sync"),
     ((*ALONE, "--pause-generation-mode", "in_place"), "--pause-generation-mode"), (MERGED, None), (ALONE, None),
     (("--lora-rank", 0), "--lora-rank"), (("--lora-alpha", 0), "--lora-alpha"), ((), None),
-    (("--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 4), "--tensor-model-parallel-size"),
     (("--target-modules", "decoder.layers.*.self_attention.linear_proj"), "--target-modules"),
     (("--lora-dropout", 0.1), "--lora-dropout"), (("--lora-type", "lora"), "--lora-type"),
 ], ids=str)

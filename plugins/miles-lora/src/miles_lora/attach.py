@@ -13,7 +13,7 @@ from miles_megatron.specs import WeightMap
 from miles_megatron.weights import global_parameters, instances
 
 from miles_core.errors import ConfigError
-from miles_lora.layers import COLUMN, ROW, Adapters, Place
+from miles_lora.layers import COLUMN, ROW, Adapters, Place, shares_keys
 from miles_lora.targets import Switch, Target
 
 cpu.install()
@@ -110,11 +110,10 @@ def _kinds() -> Iterator[tuple[str, type]]:
 
 
 def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: WeightMap) -> list[int]:
-    """Of each of its parts on this rank."""
+    """Of each of its parts on this rank; of all ranks where they share keys."""
     ranks = place.size if place.kind == COLUMN else 1
-    tensor_merges.demand_whole_groups(target.rule, weight_map, ranks, "plugin lora")
     shapes = tensor_merges.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
-    return [rows // ranks for rows, *_ in shapes]
+    return [rows // (1 if shares_keys(target, place, weight_map) else ranks) for rows, *_ in shapes]
 
 
 def _on_layer(module: Any, adapters: Adapters, switch: Switch) -> None:

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from miles_megatron.architecture import architecture_of
-from miles_megatron.layout import cuts_groups, layout_of
-
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
@@ -69,7 +66,7 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
     Raises:
         ConfigError: adapters that would train another policy than the one that samples, or that servers cannot take.
     """
-    server, rank, layout = config.surface("server"), options.lora_rank, layout_of(config)
+    server, rank = config.surface("server"), options.lora_rank
     alone = config.perf.weight_sync == "adapter" and config.rollout.engine == "sglang"
     own = [name for name in ("lora_target_modules", "enable_lora") if server.get(name)]
     problems = {
@@ -97,9 +94,6 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
                                     config.rollout.pause_generation_mode == "in_place",
                                     "a server takes no new adapter while requests still use the old one",
                                     "pause by retract or abort, or leave --weight-sync out"),
-        "--tensor-model-parallel-size": (layout.tensor, cuts_groups(layout, architecture_of(config)),
-                                         "ranks that share a key have no rows of queries by themselves to adapt",
-                                         "use at most as many as the model has key-value heads"),
     }
     for flag, (got, wrong, what, fix) in problems.items():
         if wrong:

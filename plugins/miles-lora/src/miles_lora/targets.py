@@ -88,7 +88,7 @@ class Target:
         return tuple(rules)
 
     def packed(self) -> tuple[Packed, ...]:
-        """How adapters of experts that share lie in files, as SGLang reads them: [experts, ...]; what is shared, [1, ...]."""
+        """How adapters of experts that share lie in SGLang's files: [experts, ...], and what is shared [1, ...]."""
         if not self.outer:
             return ()
         ends = [rule.hf[0].rpartition("{layer}")[2] for rule in self.rules()]
