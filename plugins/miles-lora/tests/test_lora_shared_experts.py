@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from miles_lora import peft
+from miles_lora.merging import Base
 from miles_lora.targets import names_of
 from miles_megatron import cpu
 from miles_megatron.testing.ranks import batches, distance
 from safetensors.torch import load_file, save_file
 
 from miles_core.build import trainer_part
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.errors import CheckpointError, ConfigError, SyncError
 from miles_core.types import Rank
 
 pytestmark = pytest.mark.xdist_group("lora")  # one worker: the processes are started once
@@ -199,6 +200,28 @@ def test_the_local_engine_takes_adapters_alone(checkpoint, adapter):
     expected = by_hand(checkpoint("moe"), adapters_of(path))
     assert found.keys() == expected.keys()
     assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("dense", False), ("moe", True)])
+def test_adapters_that_travel_alone_become_the_merged_weights(checkpoint, adapter, plan, kind, shared):
+    """With the base, and after that without."""
+    path = adapter(kind, shared=shared)
+    flags = (*(SHARED if shared else LORA), "--lora-adapter-path", path, "--weight-sync", "adapter")
+    made = plan(checkpoint(kind), *flags)
+    trainer, engine = trainer_part(made.selected, made.config, Rank()), Base(3)
+    expected = by_hand(checkpoint(kind), adapters_of(path))
+    try:
+        trainer.load()
+        sent = [dict(trainer.weights()) for _ in range(2)]
+    finally:
+        cpu.leave()
+    for found in [dict(engine.taken(iter(stream.items()))) for stream in sent]:
+        assert found.keys() == expected.keys()
+        assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items())
+    assert len(sent[0]) - len(sent[1]) == len(expected)
+    with pytest.raises(SyncError) as caught:
+        dict(engine.taken((name.replace("layers", "blocks"), one) for name, one in sent[1].items()))
+    assert caught.value.code == "lora-adapter-without-weights"
 
 
 def test_the_plan_counts_what_is_shared_once(checkpoint, adapter):

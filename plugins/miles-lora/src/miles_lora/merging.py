@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +27,14 @@ def merged(stream: Stream, scale: float) -> Stream:
             adapters[name] = tensor
             continue
         yield name, with_adapter(name, tensor, adapters, scale)
+    _none_left(adapters)
+
+
+def _none_left(adapters: Iterable[str]) -> None:
+    """
+    Raises:
+        SyncError: adapters that no weight has taken.
+    """
     if left := [name for name in adapters if not OF_ALL_EXPERTS.search(name)]:
         raise SyncError("adapters arrived without the weights that they modify", got=left[0],
                         fix="send an adapter before its weight", code="lora-adapter-without-weights")
@@ -87,7 +95,7 @@ class Base:
         """All weights, merged, from a stream of adapters alone or of adapters and then all weights.
 
         Raises:
-            SyncError: adapters alone, and there was no base before.
+            SyncError: adapters alone, and there was no base before; or adapters of other weights.
         """
         adapters: dict[str, torch.Tensor] = {}
         whole = False
@@ -103,3 +111,4 @@ class Base:
                             fix="send all weights once")
         for name, tensor in self._kept.items() if not whole else ():
             yield name, with_adapter(name, tensor, adapters, self.scale)
+        _none_left(adapters)

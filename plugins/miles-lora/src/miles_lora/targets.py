@@ -157,8 +157,7 @@ def without(weight_map: WeightMap) -> WeightMap:
 
 def alone(weight_map: WeightMap) -> WeightMap:
     """The adapters of a map, which a checkpoint has to have."""
-    return replace(weight_map, ignored=frozenset(), left=(), renamed=tuple((f"{PEFT}model.", PEFT + outer)
-                                                                           for outer in INSIDE), rules=tuple(
+    return replace(weight_map, ignored=frozenset(), left=(), renamed=(), rules=tuple(
         replace(rule, optional=False) for rule in weight_map.rules if rule.optional == OPTIONAL))
 
 
