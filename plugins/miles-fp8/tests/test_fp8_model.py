@@ -136,7 +136,7 @@ ENDS = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16")
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory, one, two):
+def gradients(tmp_path_factory, ranks_of):
     """(kind, *flags, draw) -> the whole gradient of one step on a batch by HF name, on as many ranks as flags say."""
     folders, made = {}, {}
     for kind, case in CASES.items():
@@ -147,7 +147,7 @@ def gradients(tmp_path_factory, one, two):
     def ask(kind, *flags, draw=0):
         if (kind, flags, draw) not in made:
             plan = prepare(None, ["--hf-checkpoint", str(folders[kind]), *RUN, *flags])
-            ranks = two if "--actor-num-gpus-per-node" in flags else one
+            ranks = ranks_of(plan.config.perf.actor_num_gpus_per_node)
             made[kind, flags, draw] = ranks.gradients(plan, drawn[draw])[1]
         return made[kind, flags, draw]
 
@@ -162,9 +162,11 @@ DRAWS = 8
 @pytest.mark.parametrize(("kind", "layout"), [
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     ("moe", ("--expert-model-parallel-size", "2")),
+    pytest.param("dense", ("--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "4",
+                           "--sequence-parallel"), marks=pytest.mark.slow),
     pytest.param("dense", ("--pipeline-model-parallel-size", "2"), marks=pytest.mark.slow),
     pytest.param("dense", ("--recompute-granularity", "full"), marks=pytest.mark.slow),
-], ids=["TP2", "EP2", "PP2", "recompute"])
+], ids=["TP2", "EP2", "TP4-of-2-keys", "PP2", "recompute"])
 def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
     """To float32's accuracy, on a batch where no value is so near a boundary of rounding that a sum's order decides.
 
@@ -173,7 +175,7 @@ def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
     do on one rank when norms change in their last bits. About half of the batches have such a value; a layout that
     rounds otherwise is off on every one.
     """
-    flags = [*layout, *(TWO if "recompute" not in layout[0] else ())]
+    flags = [*(TWO if "recompute" not in layout[0] else ()), *layout]
     shares = []
     while not shares or min(shares) > 1e-3 and len(shares) < DRAWS:
         draw = len(shares)

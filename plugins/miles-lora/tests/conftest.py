@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -62,14 +64,15 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def adapter(checkpoint, tmp_path_factory):
-    """(kind, modules=None) -> a PEFT directory whose A and B are random."""
+    """(kind, modules=None, shared=False) -> a PEFT directory whose A and B are random; as SGLang has it of experts that
+    share A of gate and up and B of down."""
     from miles_lora import peft
     from miles_lora.targets import LINEAR, last, names_of
 
     made = {}
 
-    def make(kind="dense", modules=None):
-        key = kind, modules
+    def make(kind="dense", modules=None, shared=False):
+        key = kind, modules, shared
         if key not in made:
             draw, tensors = torch.Generator().manual_seed(1), {}
             for name, weight in load_file(checkpoint(kind) / "model.safetensors").items():
@@ -78,11 +81,23 @@ def adapter(checkpoint, tmp_path_factory):
                     first, second = names_of(name)
                     tensors[first] = torch.randn(RANK, weight.shape[1], generator=draw) * weight.shape[1] ** -0.5
                     tensors[second] = torch.randn(len(weight), RANK, generator=draw) * 0.05
+            if shared:
+                tensors = stacked(tensors)
             made[key] = tmp_path_factory.mktemp("peft") / "adapter"
             peft.write(made[key], peft.Shape(RANK, ALPHA), tensors, str(checkpoint(kind)))
         return made[key]
 
     return make
+
+
+def stacked(tensors):
+    """Adapters of each expert by itself -> [experts, ...] of a layer, and [1, ...], the first's, of what they share."""
+    groups = {}
+    for name, tensor in tensors.items():
+        stem, expert, end = re.fullmatch(r"(.*?)(?:(?<=\.experts)\.(\d+))?(\.[^.]*\.lora_.\.weight)", name).groups()
+        groups.setdefault(stem + end, []).append(tensor if expert is None else tensor[None])
+    outer = re.compile(r"\.experts\.(?:down_proj\.lora_B|(?:gate|up)_proj\.lora_A)\.")
+    return {name: torch.cat(each[:1] if outer.search(name) else each) for name, each in groups.items()}
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,32 @@ def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layou
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("flags", [("--sequence-parallel",), pytest.param((), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("parts", [None, pytest.param(("q_proj", "v_proj", "down_proj"), marks=pytest.mark.slow)],
+                         ids=["all", "q-v"])
+def test_ranks_that_share_keys_are_one(checkpoint, adapter, plan, one, ranks_of, tmp_path, flags, parts):
+    """Four of a model with two: gradients and norm, a step's checkpoint, and the next step of one rank from there."""
+    four, path = ranks_of(4), adapter("dense", parts)
+    layout = ("--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 4, *flags)
+    plain = (*LORA, "--lora-adapter-path", path, *(("--target-modules", ",".join(parts)) if parts else ()))
+    (loss, wanted), (other, found) = (ranks.gradients(plan(checkpoint(), *plain, *STILL, *more), rollouts()[0])
+                                      for ranks, more in ((one, ("--max-tokens-per-gpu", 256)), (four, layout)))
+    assert other == pytest.approx(loss, abs=1e-6) and split(found)[0].keys() == load_file(
+        path / "adapter_model.safetensors").keys()
+    for suffix in ("lora_A.weight", "lora_B.weight"):
+        pair = [{name: grad for name, grad in each.items() if name.endswith(suffix)} for each in (found, wanted)]
+        assert distance(*pair) < 4e-6
+    [first, second] = rollouts(2)
+    straight = one.train(plan(checkpoint(), *plain, "--clip-grad", 0.1), [first, second])
+    begun = four.train(plan(checkpoint(), *plain, "--clip-grad", 0.1, *layout), [copy.deepcopy(first)],
+                       save=tmp_path / "kept")
+    assert begun["steps"][0]["train/grad_norm"] == pytest.approx(straight["steps"][0]["train/grad_norm"], rel=1e-5)
+    resumed = one.train(plan(checkpoint(), *plain, "--clip-grad", 0.1, "--load", tmp_path / "kept"), [second])
+    for name, weight in straight["weights"].items():
+        np.testing.assert_allclose(resumed["weights"][name], weight, atol=2e-3, err_msg=name)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-sp-etp2", "tp2-sp-ep2"])
 def test_a_norm_counts_every_adapter_of_experts_once(checkpoint, adapter, plan, one, two, layout):
     """Also where a rank has experts whole that has a part of the dense layers."""

@@ -17,10 +17,10 @@ RANK = ("--lora-rank", 4)
 
 @pytest.mark.parametrize(("flags", "who"), [
     ((*ALONE, "--sglang-max-lora-rank", 2), "--sglang-max-lora-rank"), ((*ALONE, "--sglang-max-lora-rank", 8), None),
-    ((*MERGED, "--sglang-max-lora-rank", 8), "--weight-sync"), ((*MERGED, "--sglang-enable-lora"), "--weight-sync"),
+    ((*MERGED, "--sglang-max-lora-rank", 8), None), ((*MERGED, "--sglang-enable-lora"), "--weight-sync"),
     ((*ALONE, "--pause-generation-mode", "in_place"), "--pause-generation-mode"), (MERGED, None), (ALONE, None),
     (("--lora-rank", 0), "--lora-rank"), (("--lora-alpha", 0), "--lora-alpha"), ((), None),
-    (("--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 4), "--tensor-model-parallel-size"),
+    (("--target-modules", "decoder.layers.*.self_attention.linear_proj"), "--target-modules"),
     (("--lora-dropout", 0.1), "--lora-dropout"), (("--lora-type", "lora"), "--lora-type"),
 ], ids=str)
 def test_servers_that_hold_adapters(checkpoint, plan, flags, who):

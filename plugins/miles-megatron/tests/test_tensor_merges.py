@@ -5,8 +5,6 @@ import torch
 from miles_megatron import tensor_merges
 from miles_megatron.specs import Rule, WeightMap
 
-from miles_core.errors import ConfigError
-
 WEIGHTS = WeightMap((), heads=4, groups=2, head_dim=3)
 RULES = {
     "same": (Rule("p", ("a",)), [12]),
@@ -80,10 +78,8 @@ def test_sections_that_do_not_divide_are_an_error():
         tensor_merges.pieces(RULES["sections"][0], torch.zeros(15))
 
 
-def test_ranks_that_share_a_key_have_no_rows_of_queries_by_themselves():
+def test_ranks_that_share_a_key_have_no_whole_groups():
     qkv, same = RULES["qkv"][0], RULES["same"][0]
     for rule, ranks in ((qkv, 2), (same, 4), (RULES["qkv, heads of its own"][0], 4)):
-        tensor_merges.demand_whole_groups(rule, WEIGHTS, ranks, "a plugin")
-    with pytest.raises(ConfigError) as caught:
-        tensor_merges.demand_whole_groups(qkv, WEIGHTS, 4, "a plugin")
-    assert caught.value.code == "keys-shared-by-ranks" and caught.value.got == "4 ranks, 2 key-value heads"
+        assert tensor_merges.whole_groups(rule, WEIGHTS, ranks)
+    assert not tensor_merges.whole_groups(qkv, WEIGHTS, 4)

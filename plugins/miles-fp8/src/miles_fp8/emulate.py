@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from miles_megatron import cpu, tensor_merges
+from miles_megatron import cpu
+from miles_megatron.ownership import hf_shapes, part_of
 from miles_megatron.specs import WeightMap
 from miles_megatron.substitute import substitute
 from miles_megatron.weights import global_parameters, instances
@@ -70,12 +71,12 @@ class _FourBits(torch.autograd.Function):
     """A weight as NVFP4 holds it, by the scales of the checkpoint's tensors; the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor | None, group: Any) -> torch.Tensor:
-        return nvfp4.rounded(x, nvfp4.of_tensors(x, part, group))
+    def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor | None, parts: int, group: Any) -> torch.Tensor:
+        return nvfp4.rounded(x, nvfp4.of_tensors(x, part, parts, group))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grad, None, None, None
 
 
 class _RoundedGradient(torch.autograd.Function):
@@ -120,7 +121,7 @@ def _round(module: Any, emulation: Emulation, joined: Sequence[torch.Tensor]) ->
             part = torch.empty(len(module.weight), dtype=torch.int64, device=module.weight.device)
             for number, rows in enumerate(joined):
                 part[rows] = number
-        substitute(module, lambda tensor: _FourBits.apply(tensor, part, group))
+        substitute(module, lambda tensor: _FourBits.apply(tensor, part, len(joined), group))
     else:
         substitute(module, lambda tensor: _Rounded.apply(tensor, weight, joined))
     if not emulation.activations:
@@ -138,11 +139,11 @@ def _rows(chunk: torch.nn.Module, weight_map: WeightMap | None) -> dict[int, lis
     for name, parameter in global_parameters(chunk).items():
         if (rule := rules.get(name)) is None or rule.join == "same" or parameter.dim() != 2:
             continue
-        ranks = _ranks(parameter) if getattr(parameter, "partition_dim", 0) == 0 else 1
-        tensor_merges.demand_whole_groups(rule, weight_map, ranks, "plugin fp8")
-        numbers = torch.arange(len(parameter), device=parameter.device)[:, None]
-        joined[id(parameter)] = [rows[:, 0] for rows in tensor_merges.whole(
-            rule, list(tensor_merges.split(rule, numbers, weight_map, ranks)))]
+        counts = [shape[0] for shape in hf_shapes(rule, parameter, weight_map)]
+        numbers = torch.arange(sum(counts))[:, None].expand(-1, _ranks(parameter)).split(counts)
+        here = part_of(rule, numbers, parameter, weight_map)[:, 0]
+        ends = torch.searchsorted(here.sort()[0], torch.tensor(counts[:-1]).cumsum(0))
+        joined[id(parameter)] = [*here.argsort().to(parameter.device).tensor_split(ends)]
     return joined
 
 

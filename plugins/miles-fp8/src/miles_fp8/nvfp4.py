@@ -18,19 +18,20 @@ MOST, MOST_OF_SCALE, LEAST_OF_SCALE = VALUES[-1], 448.0, 2.0**-9
 _HALFWAY = tuple((low + high) / 2 for low, high in zip(VALUES[:-1], VALUES[1:], strict=True))
 
 
-def of_tensors(x: torch.Tensor, part: torch.Tensor | None = None,
+def of_tensors(x: torch.Tensor, part: torch.Tensor | None = None, parts: int = 1,
                group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The scale of the tensor that each row of x [R, C] belongs to, float32: [] of one, else [R].
 
     Args:
         part: [R] which of several tensors, from 0, that are one parameter here.
+        parts: how many these are.
         group: ranks among which the tensors are cut.
     """
     most = x.detach().float().abs().amax(1) if x.numel() else x.new_zeros(x.shape[0])
     if part is None:
         most = most.amax(0, keepdim=True) if len(most) else most.new_zeros(1)
     else:
-        most = most.new_zeros(int(part.max()) + 1).scatter_reduce(0, part, most, "amax")
+        most = most.new_zeros(parts).scatter_reduce(0, part, most, "amax")
     if group is not None and group.size() > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     whole = most / (MOST * MOST_OF_SCALE)

@@ -88,7 +88,8 @@ def rounding_inputs(stream: Stream, fp8_format: Held) -> Stream:
         if not row.four_bits:
             return rounded(x, row)
         flat = x.reshape(-1, x.shape[-1])
-        return nvfp4.rounded(flat, nvfp4.of_tensors(flat, torch.arange(len(flat), device=x.device))).view(x.shape)
+        number = torch.arange(len(flat), device=x.device)
+        return nvfp4.rounded(flat, nvfp4.of_tensors(flat, number, len(flat))).view(x.shape)
 
     for name, tensor in stream:
         # Experts in one tensor are not called weights there; what holds for a matrix of theirs holds for all.

@@ -13,14 +13,16 @@ from miles_megatron.specs import WeightMap
 from miles_megatron.weights import global_parameters, instances
 
 from miles_core.errors import ConfigError
-from miles_lora.layers import COLUMN, ROW, Adapters, Place
+from miles_lora.layers import COLUMN, ROW, Adapters, Place, shares_keys
 from miles_lora.targets import Switch, Target
 
 cpu.install()
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # noqa: E402 - after install()
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # noqa: E402
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 _OF_GROUP = re.compile(r"weight\d+$")
 
@@ -41,6 +43,7 @@ def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Targe
               for name, one in module.named_parameters(recurse=False)}
     parameters = global_parameters(chunk)
     grouped: dict[str, dict[str, list[Adapters]]] = {}
+    shared: dict[str, torch.nn.ModuleDict] = {}
     for target in chosen:
         for name, _, _ in instances(replace(weight_map, rules=(target.rule,))):
             if (weight := parameters.get(name)) is None:  # another rank's
@@ -48,7 +51,9 @@ def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Targe
             prefix, module, own = owners[id(weight)]
             place = _place(module, target, prefix)
             rows = _rows(target, weight, place, weight_map)
-            made = Adapters(target, weight, place, name.removesuffix(".weight"), rows, weight_map, rank, scale, seed)
+            outer = _outer(shared, target, prefix)
+            made = Adapters(target, weight, place, name.removesuffix(".weight"), rows, weight_map, rank, scale, seed,
+                            outer)
             if _OF_GROUP.match(own):
                 experts, _, layer = prefix.rpartition(".")
                 grouped.setdefault(experts, {}).setdefault(layer, []).append(made)
@@ -56,6 +61,19 @@ def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Targe
                 _on_layer(module, made, switch)
     for prefix, layers in grouped.items():
         _on_group(chunk.get_submodule(prefix), layers, switch)
+    for prefix, of_layers in shared.items():
+        _on_experts(chunk.get_submodule(prefix), of_layers)
+
+
+def _outer(shared: dict[str, torch.nn.ModuleDict], target: Target, name: str) -> torch.nn.Module | None:
+    """Of the layer's experts what they share, by the name of a layer of theirs; None where each has its own."""
+    if not target.outer:
+        return None
+    group, _, inside = name.rpartition(".experts.")
+    of_layers, layer = shared.setdefault(f"{group}.experts", torch.nn.ModuleDict()), inside.rpartition(".")[2]
+    if layer not in of_layers:
+        of_layers[layer] = torch.nn.Module()
+    return of_layers[layer]
 
 
 def _place(module: Any, target: Target, name: str) -> Place:
@@ -92,11 +110,10 @@ def _kinds() -> Iterator[tuple[str, type]]:
 
 
 def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: WeightMap) -> list[int]:
-    """Of each of its parts on this rank."""
+    """Of each of its parts on this rank; of all ranks where they share keys."""
     ranks = place.size if place.kind == COLUMN else 1
-    tensor_merges.demand_whole_groups(target.rule, weight_map, ranks, "plugin lora")
     shapes = tensor_merges.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
-    return [rows // ranks for rows, *_ in shapes]
+    return [rows // (1 if shares_keys(target, place, weight_map) else ranks) for rows, *_ in shapes]
 
 
 def _on_layer(module: Any, adapters: Adapters, switch: Switch) -> None:
@@ -144,6 +161,20 @@ def _on_group(experts: Any, layers: Mapping[str, Sequence[Adapters]], switch: Sw
     experts.sharded_state_dict = entries
 
 
+def _on_experts(experts: Any, of_layers: torch.nn.ModuleDict) -> None:
+    """Keep with a layer's experts what they share, and in its checkpoints as what every rank holds whole."""
+    experts.adapters = of_layers
+    sharded = experts.sharded_state_dict
+
+    def entries(prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> ShardedStateDict:
+        own = _without(f"{prefix}adapters.", sharded(prefix, sharded_offsets, metadata))
+        return own | make_sharded_tensors_for_checkpoint(
+            of_layers.state_dict(prefix="", keep_vars=True), f"{prefix}adapters.", {}, sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"])
+
+    experts.sharded_state_dict = entries
+
+
 def _on_grouped_layer(layer: Any, each: Sequence[Adapters], switch: Switch) -> None:
     forward = layer.forward
 
@@ -165,8 +196,6 @@ def one_by_one(each: Sequence[Adapters], x: torch.Tensor, splits: Sequence[int])
 
 
 def _expert_data_rank() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_expert_data_parallel_rank()
 
 

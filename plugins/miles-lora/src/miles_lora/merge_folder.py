@@ -9,16 +9,15 @@ from typing import cast
 import torch
 from miles_megatron import hf_config
 from miles_megatron.convert import AS_NAMED, architecture
+from miles_megatron.disk_names import PlainReaders, places
 from miles_megatron.disk_names import changed as in_place_of
-from miles_megatron.disk_names import places
-from miles_megatron.readers import Readers
 from miles_megatron.shards import few, tensor_files
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import merge
-from miles_lora.targets import PEFT, adapter_of, by_itself, names_of
+from miles_lora.targets import OF_ALL_EXPERTS, PEFT, adapter_of, by_itself, names_among
 
 
 def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | None) -> str:
@@ -36,7 +35,9 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
     """
     base = tensor_files(source)
     files = base if adapters is None else base | tensor_files(adapters)
-    changed = {adapter[0] for name in files if (adapter := adapter_of(name)) is not None}
+    read = peft.reader(files)
+    changed = {adapter[0] for name in read.places if (adapter := adapter_of(name)) is not None
+               and not OF_ALL_EXPERTS.search(name)}
     if not changed:
         raise CheckpointError("no adapters to merge", code="lora-nothing-to-merge", who=str(source),
                               fix="name a PEFT directory with --lora-adapter-path")
@@ -55,7 +56,7 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
         raise ConfigError("tensors do not say the alpha of the adapters", code="lora-alpha-missing", who=str(source),
                           fix="add --lora-alpha, as the run had it (its default: 16)")
     shape = None if adapters is None else peft.read(adapters)
-    with Readers(files) as read:
+    with read:
         if more := [name for name in sorted(files.keys() - base.keys()) if adapter_of(name) is None
                     and not _of_base(name, base, read)]:
             raise CheckpointError("beside adapters of layers there are tensors that cannot be merged", got=few(more),
@@ -65,14 +66,14 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float | 
         def with_adapter(name: str, weight: torch.Tensor) -> torch.Tensor:
             if name not in called:
                 return weight
-            first, second = map(read.tensor, names_of(called[name]))
+            first, second = map(read.tensor, names_among(called[name], read.places))
             return merge(weight, first, second, shape.scale if shape else cast("float", alpha) / len(first))
 
         export_hf(out, source, in_place_of(((name, read.tensor(name)) for name in names), weight_map, with_adapter))
     return f"{len(changed)} weights merged"
 
 
-def _of_base(name: str, base: Mapping[str, Path], read: Readers) -> bool:
+def _of_base(name: str, base: Mapping[str, Path], read: PlainReaders) -> bool:
     """Whether it is a weight as the base has it, which PEFT puts beside an output layer's adapter."""
     weight = name.removeprefix(PEFT).replace(".base_layer.", ".")
     return weight in base and torch.equal(read.tensor(name), read.tensor(weight))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from miles_core.errors import SyncError
 from miles_lora import peft
-from miles_lora.targets import adapter_of, names_of
+from miles_lora.targets import OF_ALL_EXPERTS, adapter_of, names_among, names_of
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 
@@ -27,15 +27,24 @@ def merged(stream: Stream, scale: float) -> Stream:
             adapters[name] = tensor
             continue
         yield name, with_adapter(name, tensor, adapters, scale)
-    if adapters:
-        raise SyncError("adapters arrived without the weights that they modify", got=next(iter(adapters)),
+    _none_left(adapters)
+
+
+def _none_left(adapters: Iterable[str]) -> None:
+    """
+    Raises:
+        SyncError: adapters that no weight has taken.
+    """
+    if left := [name for name in adapters if not OF_ALL_EXPERTS.search(name)]:
+        raise SyncError("adapters arrived without the weights that they modify", got=left[0],
                         fix="send an adapter before its weight", code="lora-adapter-without-weights")
 
 
 def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """A weight with its adapter, which is taken out of `adapters`; the weight itself if it has no adapter."""
-    names = names_of(name)
-    if not any(one in adapters for one in names):
+    """A weight with its adapter, which is taken out of `adapters` but for what other experts share with it; the weight
+    itself if it has no adapter."""
+    names, own = names_among(name, adapters), names_of(name)
+    if not any(one in adapters for one in own):
         return weight
     if missing := [one for one in names if one not in adapters]:
         raise SyncError("one half of an adapter is missing", code="lora-adapter-incomplete", got=missing[0],
@@ -44,7 +53,7 @@ def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tens
         raise SyncError("adapters cannot be merged into quantised weights", code="lora-weight-quantised",
                         got=f"{name} in {str(weight.dtype).removeprefix('torch.')}",
                         fix="name plugin lora before the one that quantises, and leave --weight-sync adapter out")
-    first, second = (adapters.pop(one) for one in names)
+    first, second = (adapters.pop(one) if one in own else adapters[one] for one in names)
     return merge(weight, first, second, scale)
 
 
@@ -53,11 +62,13 @@ def merge(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale
     return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale).to(weight.dtype)
 
 
-def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str, called: Callable[[str], str]) -> Stream:
+def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str, called: Callable[[str], str],
+          packed: Callable[[Stream], Stream]) -> Stream:
     """The merged model; its end leaves FOLDER-adapter beside it, which PEFT reads.
 
     Args:
         called: name of a weight -> what the files of the base call it, by which PEFT knows its adapter.
+        packed: adapters by themselves -> as files have them.
     """
     adapters: dict[str, torch.Tensor] = {}
 
@@ -69,7 +80,8 @@ def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str, called: Ca
 
     yield from merged(seen(), shape.scale)
     if dist.get_rank() == 0:
-        peft.write(folder.with_name(f"{folder.name}-adapter"), shape, adapters, base)
+        in_files = dict(packed(iter(adapters.items())))
+        peft.write(folder.with_name(f"{folder.name}-adapter"), shape, in_files, base)
 
 
 class Base:
@@ -83,7 +95,7 @@ class Base:
         """All weights, merged, from a stream of adapters alone or of adapters and then all weights.
 
         Raises:
-            SyncError: adapters alone, and there was no base before.
+            SyncError: adapters alone, and there was no base before; or adapters of other weights.
         """
         adapters: dict[str, torch.Tensor] = {}
         whole = False
@@ -99,3 +111,4 @@ class Base:
                             fix="send all weights once")
         for name, tensor in self._kept.items() if not whole else ():
             yield name, with_adapter(name, tensor, adapters, self.scale)
+        _none_left(adapters)

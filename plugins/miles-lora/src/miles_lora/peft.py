@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from miles_megatron.disk_names import PlainReaders
 from miles_megatron.readers import Readers
 from miles_megatron.shards import tensor_files
+from miles_megatron.specs import Packed, WeightMap
 from safetensors.torch import save_file
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json
 from miles_core.record.publish import publish
-from miles_lora.targets import adapter_of
+from miles_lora.targets import adapter_of, of_expert
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -104,15 +106,23 @@ def read(folder: Path) -> Shape:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a PEFT directory.
+    """Of a PEFT directory, of each expert by itself but for what they share.
 
     Raises:
         CheckpointError: no file of adapters there, or one that cannot be read.
     """
-    files = tensor_files(folder)
-    with Readers(files) as read_from:
-        for name in files:
+    with reader(tensor_files(folder)) as read_from:
+        for name in read_from.places:
             yield name, read_from.tensor(name)
+
+
+def reader(files: Mapping[str, Path]) -> PlainReaders:
+    """Reads tensors of files of which some may be of all experts of a layer, as SGLang has them (`Target.packed`)."""
+    with Readers(dict(files)) as read:
+        shapes = {name: read.shape(name) for name in files if adapter_of(name) is not None}
+    packed = (Packed(name, (name if shape[0] == 1 else of_expert(name),), shape[0])
+              for name, shape in shapes.items() if len(shape) == 3)
+    return PlainReaders(files, WeightMap((), 1, 1, 1, packed=tuple(packed)))
 
 
 def write(folder: Path, shape: Shape, adapters: Mapping[str, torch.Tensor], base: str) -> None:

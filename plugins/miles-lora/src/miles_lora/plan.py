@@ -12,20 +12,28 @@ from miles_lora.targets import ALL, LINEAR, last
 
 TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 """In the names of what reads images and sound beside a language model."""
+EXPERT, DOWN = re.compile(r"\.experts\.\d+\."), ("down_proj", "w2")
+"""Of an expert, and which of its layers gives hidden states."""
 
 
-def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], rank: int) -> int:
+def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], rank: int, shared: bool = False) -> int:
     """How many numbers the adapters of a checkpoint have, by the headers of its files; 0 where there are none.
 
     Args:
         wanted, excluded: see `targets.choice`.
+        shared: experts of a layer share A or, of the layer that gives hidden states, B.
     """
-    count = 0
-    for name, shape in _shapes(folder):
+    count, of_all = 0, {}
+    for name, (outputs, inputs) in _shapes(folder):
         usual = ALL in wanted and LINEAR.search(last(name))
-        if (usual or last(name) in wanted) and last(name) not in excluded:
-            count += rank * sum(shape)
-    return count
+        if not (usual or last(name) in wanted) or last(name) in excluded:
+            continue
+        count += rank * (outputs + inputs)
+        if shared and (expert := EXPERT.search(name)):
+            outer = rank * (outputs if last(name) in DOWN else inputs)
+            of_all[name.replace(expert[0], ".experts.")] = outer
+            count -= outer
+    return count + sum(of_all.values())
 
 
 def rank_of(adapter: Path) -> int | None:

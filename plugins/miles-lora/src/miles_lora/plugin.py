@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from miles_megatron.architecture import architecture_of
-from miles_megatron.layout import cuts_groups, layout_of
-
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
@@ -51,6 +48,10 @@ class LoraOptions:
     )
     exclude_modules: str = option("",
                                   "Comma-separated names of layers that get no adapters.", flags=("--exclude-modules",))
+    experts_shared_outer_loras: bool = option(
+        False, "All experts of a layer share A of gate and up and B of down; A of down and B of gate and up stay each "
+               "expert's own.", flags=("--experts-shared-outer-loras",),
+    )
     lora_adapter_path: str | None = option(
         None, "PEFT directory to start from; default: A is random and B is 0.", flags=("--lora-adapter-path",)
     )
@@ -65,9 +66,9 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
     Raises:
         ConfigError: adapters that would train another policy than the one that samples, or that servers cannot take.
     """
-    server, rank, layout = config.surface("server"), options.lora_rank, layout_of(config)
+    server, rank = config.surface("server"), options.lora_rank
     alone = config.perf.weight_sync == "adapter" and config.rollout.engine == "sglang"
-    own = [name for name in ("lora_target_modules", "enable_lora", "max_lora_rank") if server.get(name)]
+    own = [name for name in ("lora_target_modules", "enable_lora") if server.get(name)]
     problems = {
         "--lora-dropout": (options.lora_dropout, options.lora_dropout != 0,
                            "with dropout another policy would train than the one that sampled", "leave it out"),
@@ -75,6 +76,11 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
                         "q, k and v, and gate and up, have adapters of their own here", "leave it out"),
         "--lora-alpha": (options.lora_alpha, not options.lora_alpha > 0, "adapters would not count", "16 is usual"),
         "--lora-rank": (rank, rank is not None and rank < 1, "adapters of no rank are none", "32 is usual"),
+        "--target-modules": (options.target_modules, "." in options.target_modules, "layers go by the last words of "
+                             "their names in the checkpoint", "write such as q_proj,gate_proj, or all-linear"),
+        "--experts-shared-outer-loras": (True, options.experts_shared_outer_loras and config.perf.trainer == "fsdp",
+                                         "experts have no adapters to share there", "train with --trainer megatron, or "
+                                         "leave it out"),
         "--enable-mtp-training": (True, bool(config.options.get("mtp", {}).get("enable_training")),
                                   "adapters train alone, and the layers of plugin mtp would stay as they are",
                                   "leave it out, or train without adapters"),
@@ -88,9 +94,6 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
                                     config.rollout.pause_generation_mode == "in_place",
                                     "a server takes no new adapter while requests still use the old one",
                                     "pause by retract or abort, or leave --weight-sync out"),
-        "--tensor-model-parallel-size": (layout.tensor, cuts_groups(layout, architecture_of(config)),
-                                         "ranks that share a key have no rows of queries by themselves to adapt",
-                                         "use at most as many as the model has key-value heads"),
     }
     for flag, (got, wrong, what, fix) in problems.items():
         if wrong:
@@ -115,13 +118,21 @@ class Lora:
         self._sent = False
 
     @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """Nothing changes; a size of servers that hold no adapter is told of."""
+        if not (self.alone or self._given) and config.surface("server").get("max_lora_rank"):
+            note("server.max_lora_rank: no effect, as servers get merged weights (--weight-sync adapter)")
+        return config
+
+    @hookimpl
     def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:
         """How many numbers train."""
         from miles_lora.plan import parameters, rank_of
 
         path = self.options.lora_adapter_path
         if rank := self.options.lora_rank or (rank_of(Path(path)) if path else None):
-            count = parameters(Path(str(config.checkpoint.hf_checkpoint)), *self._wanted(), rank)
+            count = parameters(Path(str(config.checkpoint.hf_checkpoint)), *self._wanted(), rank,
+                               self.options.experts_shared_outer_loras)
             return [("adapters", f"{count:,} parameters train, all others are frozen")] if count else []
         return []
 
@@ -132,7 +143,7 @@ class Lora:
 
         if model != "actor":
             return weight_map
-        return added(weight_map, targets(weight_map, *self._wanted()))
+        return added(weight_map, targets(weight_map, *self._wanted(), self.options.experts_shared_outer_loras))
 
     @hookimpl
     def build_model(self, chunk: torch.nn.Module, folder: Path, model: str,
@@ -144,15 +155,15 @@ class Lora:
             self._adapt(cast("PreTrainedModel", chunk), folder)
             return chunk
         from miles_lora.attach import attach
-        from miles_lora.targets import OPTIONAL, Switch, targets
+        from miles_lora.targets import Switch, targets, without
 
-        base = replace(weight_map, rules=tuple(rule for rule in weight_map.rules if rule.optional != OPTIONAL))
-        wanted, shape = targets(base, *self._wanted()), self._shape()
+        base, shape = without(weight_map), self._shape()
+        wanted = targets(base, *self._wanted(), self.options.experts_shared_outer_loras)
         self._switch = self._switch or Switch()
         attach(chunk, base, wanted, shape.rank, shape.scale, self.config.optimizer.seed, self._switch)
         self._chunks.append(chunk)
         self._map = weight_map
-        if (self.alone or self._given) and (weight_map.packed or weight_map.renamed):
+        if (self.alone or self._given) and (base.packed or base.renamed):
             raise ConfigError("adapters travel alone only to a model whose files name its layers one by one",
                               code="lora-merged-layer-names", who=str(self.config.checkpoint.hf_checkpoint),
                               fix="leave --weight-sync adapter out")
@@ -190,7 +201,7 @@ class Lora:
 
             from miles_lora.targets import alone
 
-            yield from hf_stream(self._chunks, alone(self._map))
+            yield from self._plain(hf_stream(self._chunks, alone(self._map)))
             yield from () if once else (pair for pair in stream if adapter_of(pair[0]) is None)
         self._sent = True
 
@@ -215,7 +226,8 @@ class Lora:
         from miles_lora.merging import saved
 
         base = str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve())
-        return self._disk(saved(self._plain(stream), self._shape(), folder, base, self._called))
+        return self._disk(saved(self._plain(stream), self._shape(), folder, base, self._called,
+                                self._packed))
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:
@@ -280,6 +292,14 @@ class Lora:
         from miles_megatron.disk_names import to_disk
 
         return to_disk(stream, self._map)
+
+    def _packed(self, adapters: Stream) -> Stream:
+        """Adapters by themselves, by the names that they have in files, as files have them."""
+        if self._map is None:
+            return adapters
+        from miles_megatron.disk_names import to_disk
+
+        return to_disk(adapters, replace(self._map, renamed=()))
 
     def _called(self, name: str) -> str:
         """A weight in the files of the checkpoint."""

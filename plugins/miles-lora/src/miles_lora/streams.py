@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from miles_megatron.specs import WeightMap
 from miles_megatron.weights import global_parameters, load_hf
 
 from miles_lora import peft
-from miles_lora.targets import alone
+from miles_lora.targets import INSIDE, PEFT, alone
 
 
 def fill(chunk: torch.nn.Module, weight_map: WeightMap, folder: Path, shape: peft.Shape) -> None:
@@ -20,4 +21,5 @@ def fill(chunk: torch.nn.Module, weight_map: WeightMap, folder: Path, shape: pef
     """
     peft.check(folder, shape)
     frozen = {name for name, one in global_parameters(chunk).items() if not one.requires_grad}
-    load_hf(folder, chunk, alone(weight_map), but=frozenset(frozen))
+    inside = tuple((f"{PEFT}model.", PEFT + outer) for outer in INSIDE)
+    load_hf(folder, chunk, replace(alone(weight_map), renamed=inside), but=frozenset(frozen))

@@ -7,11 +7,11 @@ its own, because that is what PEFT and SGLang know.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_megatron.specs import Rule, WeightMap
+from miles_megatron.specs import Packed, Rule, WeightMap
 
 from miles_core.errors import ConfigError
 
@@ -28,6 +28,8 @@ LINEAR = re.compile(r"^(?!per_layer_).*_proj|^w[123]$")
 """Last words of the names of linear layers, in the families that there are; routers and norms have others: Gemma 4's
 router is called proj alone. What puts its further embeddings into layers, per_layer_projection, gets no adapter."""
 _ADAPTER = re.compile(re.escape(PEFT) + r"(.+)\.lora_([AB])\.weight")
+_OF_EXPERT, OF_ALL_EXPERTS = re.compile(r"(\.experts)\.\d+(?=\.)"), re.compile(r"\.experts\.(?!\d+\.)")
+"""In the names of what one expert has, and of what all of a layer share."""
 
 
 @dataclass(slots=True)
@@ -46,12 +48,21 @@ class Target:
         module: pattern of its name.
         parts: last words of those layers' names, in their order.
         adapted: those of them that get an adapter.
+        shared: experts of a layer share what they can of an adapter; see `outer`.
     """
 
     rule: Rule
     module: str
     parts: tuple[str, ...]
     adapted: tuple[str, ...]
+    shared: bool = False
+
+    @property
+    def outer(self) -> str:
+        """Which of A and B all experts of a layer share: what meets the hidden states. Empty where each has its own."""
+        if not (self.shared and self.rule.experts):
+            return ""
+        return "B" if self.module.endswith("linear_fc2") else "A"
 
     def rules(self) -> tuple[Rule, ...]:
         """Of the adapters: A of each part and then B."""
@@ -67,17 +78,32 @@ class Target:
             stacked = Rule("", (), **where)
             if self.rule.join in STACKED:
                 stacked = replace(self.rule, sections=stacks(self.rule)[number], stacks=(), **where)
-            rules += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
-                      replace(stacked, megatron=f"{self.module}.adapters.{part}_B", hf=(f"{stem}.lora_B.weight",))]
+            halves = {"A": Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
+                      "B": replace(stacked, megatron=f"{self.module}.adapters.{part}_B", hf=(f"{stem}.lora_B.weight",))}
+            if self.outer:
+                halves[self.outer] = replace(
+                    halves[self.outer], experts=0, hf=(_of_all(halves[self.outer].hf[0]),),
+                    megatron=f"{self.module.replace('local_experts.{expert}', 'adapters')}.{part}_{self.outer}")
+            rules += halves.values()
         return tuple(rules)
 
+    def packed(self) -> tuple[Packed, ...]:
+        """How adapters of experts that share lie in SGLang's files: [experts, ...], and what is shared [1, ...]."""
+        if not self.outer:
+            return ()
+        ends = [rule.hf[0].rpartition("{layer}")[2] for rule in self.rules()]
+        return tuple(Packed(_of_all(end), (end,), self.rule.experts if "{expert}" in end else 1, within=(PEFT,))
+                     for end in ends)
 
-def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str]) -> tuple[Target, ...]:
+
+def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str], shared: bool = False
+            ) -> tuple[Target, ...]:
     """What gets adapters.
 
     Args:
         wanted: last words of names, such as q_proj, or all-linear.
         excluded: those of them that do not.
+        shared: see Target.
 
     Raises:
         ConfigError: a name that the model does not have, or nothing is left.
@@ -89,7 +115,7 @@ def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str
     for rule in linear:
         parts = tuple(last(name) for name in rule.hf)
         if adapted := tuple(part for part in parts if part in chosen):
-            matched.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted))
+            matched.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted, shared))
     return tuple(matched)
 
 
@@ -118,13 +144,20 @@ def choice(names: Iterable[str], wanted: Sequence[str], excluded: Sequence[str])
 def added(weight_map: WeightMap, chosen: Sequence[Target]) -> WeightMap:
     """The map with the adapters, each before the layer that it belongs to: in a stream they come first."""
     rules = {target.rule: target.rules() for target in chosen}
-    return replace(weight_map, rules=tuple(one for rule in weight_map.rules for one in (*rules.get(rule, ()), rule)))
+    packed = dict.fromkeys(one for target in chosen for one in target.packed())
+    return replace(weight_map, packed=(*weight_map.packed, *packed), rules=tuple(
+        one for rule in weight_map.rules for one in (*rules.get(rule, ()), rule)))
+
+
+def without(weight_map: WeightMap) -> WeightMap:
+    """The inverse of `added`."""
+    return replace(weight_map, rules=tuple(rule for rule in weight_map.rules if rule.optional != OPTIONAL),
+                   packed=tuple(one for one in weight_map.packed if one.within != (PEFT,)))
 
 
 def alone(weight_map: WeightMap) -> WeightMap:
     """The adapters of a map, which a checkpoint has to have."""
-    return replace(weight_map, ignored=frozenset(), left=(), renamed=tuple((f"{PEFT}model.", PEFT + outer)
-                                                                           for outer in INSIDE), rules=tuple(
+    return replace(weight_map, ignored=frozenset(), left=(), renamed=(), rules=tuple(
         replace(rule, optional=False) for rule in weight_map.rules if rule.optional == OPTIONAL))
 
 
@@ -143,6 +176,22 @@ def names_of(weight: str) -> tuple[str, str]:
     """The tensors of the adapter of a weight."""
     stem = PEFT + weight.removesuffix(".weight")
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def names_among(weight: str, known: Container[str]) -> tuple[str, str]:
+    """The same, of all experts where this one has no half by itself that is known."""
+    first, second = (name if name in known else _of_all(name) for name in names_of(weight))
+    return first, second
+
+
+def of_expert(name: str) -> str:
+    """The inverse of `_of_all`, with `{expert}` where the expert's number is."""
+    return OF_ALL_EXPERTS.sub(".experts.{expert}.", name)
+
+
+def _of_all(name: str) -> str:
+    """What all experts share, by the name of what one has."""
+    return _OF_EXPERT.sub(r"\1", name.replace(".{expert}.", "."))
 
 
 def words(text: str) -> tuple[str, ...]:

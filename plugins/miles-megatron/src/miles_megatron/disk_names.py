@@ -123,7 +123,7 @@ class _Packing:
         for packed, i, pattern in self._patterns:
             if name.startswith(packed.within) and (match := pattern.search(name)):
                 stored = on_disk(name[:match.start()] + packed.stored, self.weight_map)
-                return Place(stored, packed, int(match[1]), i)
+                return Place(stored, packed, int(match[1]) if pattern.groups else 0, i)
         return Place(on_disk(name, self.weight_map))
 
 

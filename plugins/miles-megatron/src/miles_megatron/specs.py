@@ -203,8 +203,8 @@ class Packed:
 
     Args:
         stored: end of its name.
-        parts: ends of the names that a rule has for an expert's tensors; `{expert}` counts from 0. Several lie in the
-            one tensor along their rows.
+        parts: ends of the names that a rule has for an expert's tensors; `{expert}` counts from 0, and is not there of
+            what all experts share, [1, ...]. Several lie in the one tensor along their rows.
         experts: how many.
         transposed: a matrix of an expert is stored [inputs, outputs].
         alternating: the rows of several parts take turns, rather than that one part follows the other.

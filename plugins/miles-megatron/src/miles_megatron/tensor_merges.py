@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from miles_core.errors import ConfigError
 from miles_megatron.specs import Rule, WeightMap
 
 STACKED = ("halves", "sections", "qkv_stacked")
@@ -96,18 +95,6 @@ def grouped(rule: Rule) -> bool:
 def whole_groups(rule: Rule, weight_map: WeightMap, ranks: int) -> bool:
     """Whether each of so many tensor-parallel ranks has whole groups of heads: what `split` of its part asks for."""
     return not grouped(rule) or ranks <= _heads(rule, weight_map)[1]
-
-
-def demand_whole_groups(rule: Rule, weight_map: WeightMap, ranks: int, who: str) -> None:
-    """
-    Raises:
-        ConfigError: tensor-parallel ranks that share a key and value, to someone who asks for a rank's rows by tensors.
-    """
-    if not whole_groups(rule, weight_map, ranks):
-        groups = _heads(rule, weight_map)[1]
-        raise ConfigError("tensor-parallel ranks that share a key and value have no rows of each by themselves",
-                          code="keys-shared-by-ranks", got=f"{ranks} ranks, {groups} key-value heads", who=who,
-                          fix=f"use a tensor_model_parallel_size of at most {groups}")
 
 
 def has_views(rule: Rule) -> bool:
