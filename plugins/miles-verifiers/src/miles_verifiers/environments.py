@@ -144,8 +144,8 @@ def figures_of(episode: vf.Episode) -> dict[str, float]:
     """
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed"
-        raise AgentFailed("verifiers_failed", told)
+        detail = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed"
+        raise AgentFailed("verifiers_failed", detail)
     trace = next(trace for trace in episode.traces if trace.agent.trainable)
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}

@@ -62,9 +62,9 @@ async def _answer(name: str, arguments: str, dispatch: dict[str, tuple[str, str]
     if name not in dispatch:
         return f"error: unknown tool {name!r}"
     try:
-        asked = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except json.JSONDecodeError as error:
         return f"error: the arguments are no JSON ({error})"
-    if not isinstance(asked, dict):
-        return f"error: the arguments should be a JSON object, got {type(asked).__name__}"
-    return await call_mcp(servers, dispatch, name, asked)
+    if not isinstance(parsed, dict):
+        return f"error: the arguments should be a JSON object, got {type(parsed).__name__}"
+    return await call_mcp(servers, dispatch, name, parsed)
