@@ -114,6 +114,8 @@ NOTED = {
     "nothing that is enabled reads algorithm.kl_loss_coef, algorithm.reduction_constant, debug.profile_step_end": [
         "--kl-loss-coef", 0.1, "--reduction-constant", 8, "--profile-step-end", 3],
     "reads rollout.max_weight_staleness": ["--max-weight-staleness", 1],
+    "reads tis.tis_clip, tis.rs_upper_bound, tis.opsm_delta": [
+        "--plugin", "tis", "--tis-clip", 3, "--rs-upper-bound", 3, "--opsm-delta", 1e-3],
     "reads eval.eval_temperature, remote-rm.rm_retries": [
         "--eval-temperature", 0, "--plugin", "remote-rm", "--remote-rm.rm-retries", 2],
 }  # fmt: skip
@@ -135,6 +137,12 @@ def test_documented_overrides_are_announced(plan, text):
 def test_what_a_schedule_does_not_read_is_said_of_nothing_else(plan, flags, idle):
     [*said] = (note for note in plan(*flags).notes if "nothing that is enabled reads" in note)
     assert [word.partition("optimizer.")[2].strip(",") for note in said for word in note.split()[5:]] == idle
+
+
+@pytest.mark.parametrize("switch", ["--use-tis", "--use-rs"])
+def test_bounds_of_a_correction_are_read_once_it_is_on(plan, switch):
+    notes = plan("--plugin", "tis", switch, "--tis-clip", 3, "--rs-veto-threshold", 1e-4).notes
+    assert not [note for note in notes if "nothing that is enabled reads" in note]
 
 
 def test_what_is_turned_off_has_no_reader_and_needs_none(plan):
