@@ -178,8 +178,8 @@ class Perf:
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
     max_tokens_per_gpu: int | None = option(None, "Maximum number of tokens of a packed micro-batch.", within=(1,))
     log_probs_max_tokens_per_gpu: int | None = option(
-        None, "The same for passes without gradient; default: --max-tokens-per-gpu.")
-    log_probs_chunk_size: int = option(1024, "Rows of logits in memory at once.")
+        None, "The same for passes without gradient; default: --max-tokens-per-gpu.", within=(1,))
+    log_probs_chunk_size: int = option(1024, "Rows of logits in memory at once.", within=(1,))
     skip_zero_advantages: bool = option(
         False, "Skip samples whose advantages are all 0 in the steps where their gradient is 0; "
         "metrics under train/ count them as 0.")
@@ -243,16 +243,16 @@ class Optimizer:
 
     optimizer: Literal["adam", "muon", "dist_muon"] = option("adam", "Muon: with AdamW for all but matrices.")
     lr: float = option(1e-6, "Learning rate.", within=(0, 0.1))
-    min_lr: float = option(0.0, "Learning rate at the end of a decay.")
+    min_lr: float = option(0.0, "Learning rate at the end of a decay.", within=(0,))
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")
-    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
+    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.", within=(0,))
     lr_warmup_fraction: float = option(0.0, "The same as a share of the decay's steps.", within=(0, 1))
-    lr_decay_iters: int | None = option(None, "Optimizer steps of the decay; default: all steps of the run.")
-    weight_decay: float = option(0.0, "Decoupled weight decay.")
-    adam_beta1: float = option(0.9, "Decay of the first moment.")
-    adam_beta2: float = option(0.95, "Decay of the second moment.")
-    adam_eps: float = option(1e-8, "Added to the denominator.")
-    clip_grad: float = option(1.0, "Largest gradient norm; 0 is off.")
+    lr_decay_iters: int | None = option(None, "Optimizer steps of the decay; default: all of the run.", within=(1,))
+    weight_decay: float = option(0.0, "Decoupled weight decay.", within=(0,))
+    adam_beta1: float = option(0.9, "Decay of the first moment.", within=(0, 1))
+    adam_beta2: float = option(0.95, "Decay of the second moment.", within=(0, 1))
+    adam_eps: float = option(1e-8, "Added to the denominator.", within=(0,))
+    clip_grad: float = option(1.0, "Largest gradient norm; 0 is off.", within=(0,))
     clip_gradients: str = option("norm", "How gradients are clipped; the default is by their global norm.")
     seed: int = option(1234, "Seed of weights and dropout.")
 

@@ -61,6 +61,17 @@ REFUSED = {
     "skip_actor_forward_only True, kl_coef 0.1": ["--kl-coef", 0.1, "--skip-actor-forward-only"],
     "gamma should be at least 0 and at most 1": ["--gamma", 1.5],
     "lambd should be": ["--lambd", -0.1],
+    # A trainer would climb the loss, let weights grow, or make no log-probs at all: -1 is "off" elsewhere.
+    "clip_grad should be at least 0": ["--clip-grad", -1],
+    "min_lr should be at least 0": ["--min-lr", -1e-3],
+    "weight_decay should be at least 0": ["--weight-decay", -0.1],
+    "adam_beta1 should be at least 0 and at most 1": ["--adam-beta1", 1.5],
+    "adam_beta2 should be at least 0": ["--adam-beta2", -0.9],
+    "adam_eps should be at least 0": ["--adam-eps", -1e-8],
+    "lr_warmup_iters should be at least 0": ["--lr-warmup-iters", -3],
+    "lr_decay_iters should be at least 1": ["--lr-decay-iters", 0],
+    "log_probs_chunk_size should be at least 1": ["--log-probs-chunk-size", -1],
+    "log_probs_max_tokens_per_gpu should be at least 1": ["--log-probs-max-tokens-per-gpu", 0],
     "rollout.rollout_batch_size should be at least 1": ["--rollout-batch-size", 0],
     "rollout.n_samples_per_prompt should be at least 1": ["--n-samples-per-prompt", -8],
     "rollout.global_batch_size should be at least 1": ["--global-batch-size", 0],
@@ -103,6 +114,8 @@ NOTED = {
     "nothing that is enabled reads algorithm.kl_loss_coef, algorithm.reduction_constant, debug.profile_step_end": [
         "--kl-loss-coef", 0.1, "--reduction-constant", 8, "--profile-step-end", 3],
     "reads rollout.max_weight_staleness": ["--max-weight-staleness", 1],
+    "reads tis.tis_clip, tis.rs_upper_bound, tis.opsm_delta": [
+        "--plugin", "tis", "--tis-clip", 3, "--rs-upper-bound", 3, "--opsm-delta", 1e-3],
     "reads eval.eval_temperature, remote-rm.rm_retries": [
         "--eval-temperature", 0, "--plugin", "remote-rm", "--remote-rm.rm-retries", 2],
 }  # fmt: skip
@@ -124,6 +137,12 @@ def test_documented_overrides_are_announced(plan, text):
 def test_what_a_schedule_does_not_read_is_said_of_nothing_else(plan, flags, idle):
     [*said] = (note for note in plan(*flags).notes if "nothing that is enabled reads" in note)
     assert [word.partition("optimizer.")[2].strip(",") for note in said for word in note.split()[5:]] == idle
+
+
+@pytest.mark.parametrize("switch", ["--use-tis", "--use-rs"])
+def test_bounds_of_a_correction_are_read_once_it_is_on(plan, switch):
+    notes = plan("--plugin", "tis", switch, "--tis-clip", 3, "--rs-veto-threshold", 1e-4).notes
+    assert not [note for note in notes if "nothing that is enabled reads" in note]
 
 
 def test_what_is_turned_off_has_no_reader_and_needs_none(plan):

@@ -101,7 +101,7 @@ class ShardedGradients:
 
     def clip_by_norm(self) -> float:
         norm = math.sqrt(self.sums({"norm": self._norms().double().square().sum()})["norm"])
-        if self.clip_grad and (scale := self.clip_grad / (norm + 1e-6)) < 1:
+        if self.clip_grad > 0 and (scale := self.clip_grad / (norm + 1e-6)) < 1:
             torch._foreach_mul_([piece.grad for piece in self.pieces], scale)
         return norm
 

@@ -35,7 +35,7 @@ class PpoOptions:
         flags=("--value-clip",)
     )
     num_critic_only_steps: int = option(
-        0, "Rollouts at the start in which the critic trains alone.", flags=("--num-critic-only-steps",)
+        0, "Rollouts at the start in which the critic trains alone.", within=(0,), flags=("--num-critic-only-steps",)
     )
     critic_load: str | None = option(
         None, "Where the critic's first weights come from; default: --hf-checkpoint with a fresh value head.",
@@ -43,7 +43,7 @@ class PpoOptions:
     )
     critic_lr: float | None = option(None, "The critic's learning rate; default: --lr.", flags=("--critic-lr",))
     critic_lr_warmup_iters: int = option(
-        0, "Optimizer steps of the critic's linear warm-up.", flags=("--critic-lr-warmup-iters",)
+        0, "Optimizer steps of the critic's linear warm-up.", within=(0,), flags=("--critic-lr-warmup-iters",)
     )
 
 

@@ -25,18 +25,17 @@ READERS = {
     "eval_* n_samples_per_eval_prompt skip_eval_before_train": "eval.eval_interval",
     "min_lr": "optimizer.lr_decay_style=*i*", "lr_decay_iters": "optimizer.lr_decay_style|lr_warmup_fraction=*[i1-9]*",
     "lr_warmup_fraction": "optimizer.lr_warmup_iters=0",
-    "drop_plugin_state": "checkpoint.load",
     "save_interval save_hf async_save no_save_optim max_restarts": "checkpoint.save",
-    "profile_*": "debug.use_pytorch_profiler",
+    "drop_plugin_state": "checkpoint.load", "profile_*": "debug.use_pytorch_profiler",
+    "tis_*": "tis.use_tis|use_rs", "rs_level rs_*_bound": "tis.use_rs", "opsm_delta": "tis.use_opsm",
     "recompute_method recompute_num_layers distribute_saved_activations": "megatron.recompute_granularity=full",
     "recompute_modules": "megatron.recompute_granularity=selective",
     "optimizer_offload_fraction overlap_cpu_optimizer_* use_torch_optimizer_*": "megatron.optimizer_cpu_offload",
     "offload_modules": "megatron.fine_grained_activation_offloading",
     "num_layers_at_*_in_bf16": "megatron.first_last_layers_bf16",
     "speculative_*": "server.speculative_algorithm",
-    "hicache_*": "server.enable_hierarchical_cache",
     "max_lora_rank lora_target_modules": "server.enable_lora|lora_paths",
-    "torch_compile_max_bs": "server.enable_torch_compile",
+    "torch_compile_max_bs": "server.enable_torch_compile", "hicache_*": "server.enable_hierarchical_cache",
 }
 """Names of a table's options -> what of the run reads them: an option that is set, to a value like that after =."""
 
@@ -66,7 +65,8 @@ def _idle(config: RunConfig, key: str) -> bool:
 
 
 def _of(config: RunConfig, table: str, name: str) -> object:
-    return getattr(getattr(config, table), name) if hasattr(config, table) else config.surface(table).get(name)
+    others = {**config.surface(table), **config.options.get(table, {})}  # of another program, or a plugin's
+    return getattr(getattr(config, table), name) if hasattr(config, table) else others.get(name)
 
 
 def _called(one: Selected, config: RunConfig) -> bool:
