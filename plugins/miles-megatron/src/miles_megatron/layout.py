@@ -14,7 +14,7 @@ from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_megatron.architecture import NAMES, Architecture
-from miles_megatron.heads import Compressed, OfLayers, sizes_of
+from miles_megatron.heads import Compressed, OfLayers, heads_of, sizes_of
 
 KEYS = {
     "tensor": "tensor_model_parallel_size",
@@ -220,19 +220,21 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
 
 def cuts_groups(layout: Layout, architecture: Architecture) -> bool:
     """Whether several tensor-parallel ranks share a key and value: each computes it, and its own queries."""
-    if isinstance(architecture, Compressed | OfLayers) or architecture.rank or architecture.groups is None:
+    if isinstance(architecture, Compressed) or architecture.rank or architecture.groups is None:
         return False
-    return layout.tensor > architecture.groups and layout.tensor % architecture.groups == 0
+    groups = [one.groups for one in heads_of(architecture)]
+    fits = all(max(one, layout.tensor) % min(one, layout.tensor) == 0 for one in groups)
+    return fits and layout.tensor > min(groups)
 
 
 def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(constant, sizes whose product has to divide it)."""
     if not isinstance(architecture, Compressed):
         yield "heads", ("tensor",)
-        if not cuts_groups(layout, architecture):
-            yield "groups", ("tensor",)
-    if isinstance(architecture, OfLayers):
-        yield "fewest", ("tensor",)
+    if not isinstance(architecture, Compressed) and not cuts_groups(layout, architecture):
+        yield "groups", ("tensor",)
+        if isinstance(architecture, OfLayers):
+            yield "fewest", ("tensor",)
     yield "vocab", ("tensor",)
     if architecture.linear:
         yield "linear_groups", ("tensor",)
