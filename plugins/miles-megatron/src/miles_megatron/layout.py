@@ -14,7 +14,7 @@ from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_megatron.architecture import NAMES, Architecture
-from miles_megatron.heads import Compressed, OfLayers, heads_of, sizes_of
+from miles_megatron.heads import Compressed, OfLayers, sizes_of
 
 KEYS = {
     "tensor": "tensor_model_parallel_size",
@@ -222,7 +222,8 @@ def cuts_groups(layout: Layout, architecture: Architecture) -> bool:
     """Whether several tensor-parallel ranks share a key and value: each computes it, and its own queries."""
     if isinstance(architecture, Compressed) or architecture.rank or architecture.groups is None:
         return False
-    groups = [one.groups for one in heads_of(architecture)]
+    kinds = architecture.kinds if isinstance(architecture, OfLayers) else (architecture,)
+    groups = [one.groups for one in kinds]
     fits = all(max(one, layout.tensor) % min(one, layout.tensor) == 0 for one in groups)
     return fits and layout.tensor > min(groups)
 

@@ -45,8 +45,8 @@ class MegatronOptions(Surface):
         if meaning.status == "refused":
             raise UnknownKeyError(f"{flag.flag} does not apply here", code="megatron-flag-not-applicable",
                                   who="Megatron-LM's flag", fix=meaning.text)
-        if meaning.status == "derived":
-            return needless(flag, meaning.switch, meaning.text, notes)
+        if meaning.status == "derived" or " ".join(flag.words) in meaning.values:
+            return needless(flag, meaning.switch, meaning.values.get(" ".join(flag.words), meaning.text), notes)
         made = [Assignment(_key(key), value, origin) for key, value in (meaning.set or {}).items()]
         if meaning.key is None:
             alone(flag)
