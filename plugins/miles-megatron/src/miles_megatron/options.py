@@ -72,9 +72,8 @@ class MegatronOptions(Surface):
             try:
                 value, kind = flags.layer_pattern(value), "list[int]"
             except ValueError as error:
-                key, wanted = f"megatron.{name}", "a layer pattern"
-                raise ConfigError(f"{key} should be {wanted}", code="option-wrong-type", got=str(error),
-                                  who=str(origin), fix="write [0,1,1], or ([0]*3+[1]*45)") from None
+                raise ConfigError(f"megatron.{name} should be a layer pattern", code="layer-pattern-malformed",
+                                  got=str(error), who=str(origin), fix="write [0,1,1], or ([0]*3+[1]*45)") from None
         option = Option("megatron", name, kind, field.default, field.help)
         return option.key, convert(option, value, origin)
 
