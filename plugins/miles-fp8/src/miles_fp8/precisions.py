@@ -31,17 +31,17 @@ def recipes_of(given: str) -> RecipeConfig:
     try:
         text = (base64.b64decode(given.removeprefix(INLINE), validate=True).decode() if given.startswith(INLINE)
                 else Path(given).read_text(encoding="utf-8"))
-        found = RecipeConfig.from_config_dict(yaml.safe_load(text))
-        recipes = {one.config_key: found.configs[one.config_key]["training_recipe"] for one in found.matchers}
+        recipes = RecipeConfig.from_config_dict(yaml.safe_load(text))
+        named = {one.config_key: recipes.configs[one.config_key]["training_recipe"] for one in recipes.matchers}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError,
             yaml.YAMLError) as error:
         raise DataError("the precisions of modules cannot be read", got=f"{type(error).__name__}: {error}"[:200],
                         who=f"{WHO} {given}"[:200], code="module-precisions-unreadable",
                         fix="name a YAML file of configs, each with a training_recipe, and of matchers") from None
-    if not recipes:
-        raise DataError("the precisions of modules name no module", code="module-precisions-unreadable",
+    if not named:
+        raise DataError("the precisions of modules name no module", code="module-precisions-empty",
                         who=f"{WHO} {given}"[:200], fix="write matchers, each with enabled: true")
-    return found
+    return recipes
 
 
 def emulated(recipes: RecipeConfig | None, module: str, own: str) -> str | None:
@@ -53,13 +53,13 @@ def emulated(recipes: RecipeConfig | None, module: str, own: str) -> str | None:
     Raises:
         ConfigError: one that only kernels have, or another one for the passes without gradients.
     """
-    found = get_quant_config_or_none(module, recipes)
-    if found is None or not found.config["training_recipe"].get("override_quantized_autocast", True):
+    matched = get_quant_config_or_none(module, recipes)
+    if matched is None or not matched.config["training_recipe"].get("override_quantized_autocast", True):
         return own
-    training = found.config["training_recipe"]
+    training = matched.config["training_recipe"]
     chosen: str | None = training.get("fp8_quantization_recipe") or training.get("fp4_quantization_recipe")
-    if "evaluation_recipe" in found.config or chosen not in (None, NVFP4, *RECIPES):
+    if "evaluation_recipe" in matched.config or chosen not in (None, NVFP4, *RECIPES):
         raise ConfigError("this precision of a module is supported by Transformer Engine's kernels only", who=WHO,
-                          got=f"{found.config_key}: {found.config}"[:200], code="fp8-recipe-needs-transformer-engine",
+                          got=f"{matched.config_key}: {matched.config}"[:200], code="module-precision-not-emulated",
                           fix=f"a training_recipe of {', '.join([NVFP4, *RECIPES])} or none, and no evaluation_recipe")
     return chosen
