@@ -120,8 +120,7 @@ class Attempt:
             own = _published(folder) != self.published  # made by this run, which has left out what it should
             drop = [] if own else plan.config.checkpoint.drop_plugin_state
             plan = replace(plan, config=with_values(plan.config, "restart", checkpoint__load=folder,
-                                                    checkpoint__drop_plugin_state=drop,
-                                                    rollout__start_rollout_id=None))
+                                                    checkpoint__drop_plugin_state=drop, rollout__start_rollout_id=None))
         return replace(self, plan=plan, restarts=self.restarts + 1, recorded=False)
 
 

@@ -26,7 +26,7 @@ from miles_core.stages.metrics import rollout_metrics, times
 from miles_core.stages.on_policy import check_first
 from miles_core.stages.placement import Placement, engines
 from miles_core.stages.prompts import PromptSource
-from miles_core.stages.reward import Scoring
+from miles_core.stages.reward import Scoring, finite
 from miles_core.stages.rollout import Engine
 from miles_core.stages.sync import WeightSync
 from miles_core.types import Batch, Drop, Group, Prompt
@@ -245,6 +245,8 @@ class Run:
             for sample in batch.samples:
                 sample.metadata.setdefault("raw_reward", sample.reward)
             batch.groups = self.shape(batch.groups)
+            for sample in (one for one in batch.samples if one.reward is not None):
+                sample.reward = finite("shape_rewards", sample, sample.reward)
         self.metrics.update(rollout_metrics(batch))
         self.journal.stage("train")
         return batch

@@ -115,8 +115,9 @@ def command(plan_only: bool, as_json: bool, locked: Path | None, live: bool | No
       miles run examples/demo.toml
       miles run examples/demo.toml --plan
       miles run recipe.toml --plugin dapo-filter --over-sampling-batch-size 64
-      miles run --hf-checkpoint models/tiny --prompt-data train.jsonl --label-key label \\
-        --rm-type math --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 10
+      miles run --hf-checkpoint models/tiny --prompt-data train.jsonl \\
+        --label-key label --rm-type math --num-rollout 10 \\
+        --rollout-batch-size 32 --n-samples-per-prompt 8
     """
     from miles_core.plugins.plan import prepare
 

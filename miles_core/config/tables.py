@@ -226,8 +226,7 @@ class Algorithm:
     skip_actor_forward_only: bool = option(
         False, "Skip the pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout.")
     fp32_lm_head: bool = option(
-        False, "Do not round logits to bf16, in the trainer and in SGLang; this brings the log-probs of the two "
-        "closer.")
+        False, "Do not round logits to bf16, in the trainer and in SGLang, which brings their log-probs closer.")
     true_on_policy_mode: bool = option(
         False, "Engine and trainer agree bit for bit, or the run ends: on a CPU, or fsdp and SGLang on GPUs.")
 

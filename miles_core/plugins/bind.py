@@ -189,10 +189,11 @@ def _chain(name: str, implementations: list[tuple[str, str, Callable]]) -> Calla
     def chained(value: object, *rest: object) -> object:
         for _, _, call in implementations:
             before, value = value, call(value, *rest)
-            if not isinstance(value, type(before) | Drop):
+            odd = {*map(type, value)} - {*map(type, before)} if type(value) is type(before) is list and before else ()
+            if odd or not isinstance(value, type(before) | Drop):
                 raise HookError(f"{name} should return its argument, a {type(before).__name__}, changed or not",
-                                code="filter-returned-other-type", got=type(value).__name__, who=call.who,
-                                fix="check for a path without `return`")
+                                got=", ".join(kind.__name__ for kind in odd) or type(value).__name__, who=call.who,
+                                code="filter-returned-other-type", fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
         return value

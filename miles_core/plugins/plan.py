@@ -157,6 +157,8 @@ def _summary(plan: Plan) -> Iterator[str]:
     each = f"{size} prompts x {rollout.n_samples_per_prompt} answers"
     steps = 0 if debug.debug_rollout_only else rollout.num_steps_per_rollout
     yield f"for {total} of {each}, each in {steps} optimizer step{'s'[:steps != 1]}"
+    if count is not None and (rollout.start_rollout_id or -1) >= count:
+        yield f"trains nothing: --start-rollout-id {rollout.start_rollout_id} is after the last rollout, {count - 1}"
     into = f", checkpoints into {saved.save}" if saved.save and steps else ", no checkpoints"
     yield f"writes into {saved.run_dir}{into}"
     tracker = Path(saved.load or "") / TRACKER

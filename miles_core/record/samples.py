@@ -54,10 +54,8 @@ def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, s
         groups.setdefault(sample.prompt.uid, []).append(sample)
     totals = itertools.accumulate(sum(sample.response_length for sample in group) for group in groups.values())
     within = [group for group, total in zip(groups.values(), totals, strict=True) if total <= max_tokens]
-    lines = [
-        _line({"rollout_id": rollout_id, "groups": len(groups), **_record(sample, decode_piece)})
-        for group in (within or list(groups.values())[:1])[:MAX_GROUPS]
-        for sample in group]
+    lines = [_line({"rollout_id": rollout_id, "groups": len(groups), **_record(sample, decode_piece)})
+             for group in (within or list(groups.values())[:1])[:MAX_GROUPS] for sample in group]
     return publish(sample_file(run_dir, name, rollout_id), b"".join(lines))
 
 

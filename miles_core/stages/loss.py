@@ -105,9 +105,8 @@ def per_constant(samples: Sequence[Sample], constant: float) -> np.ndarray:
 
 def rollouts_of(samples: Sequence[Sample]) -> list[Hashable]:
     """Which rollout each sample belongs to: siblings carry one number, every other sample stands for itself."""
-    return [
-        ("sibling", s.prompt.stream, s.prompt.uid, s.rollout) if s.rollout is not None else ("own", i)
-        for i, s in enumerate(samples)]
+    return [("sibling", s.prompt.stream, s.prompt.uid, s.rollout) if s.rollout is not None else ("own", i)
+            for i, s in enumerate(samples)]
 
 
 def reduce(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

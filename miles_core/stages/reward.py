@@ -45,10 +45,10 @@ class Scoring:
         """
         for name, scorer in self._scorers.items():
             for sample, value in zip(group.samples, await self._ask(name, scorer, group.samples), strict=True):
-                sample.rewards[name] = _number(name, sample, self._picked(name, sample, value))
+                sample.rewards[name] = finite(name, sample, self._picked(name, sample, value))
         with read_only(group.samples, getattr(self._combine, "who", "combine_rewards")):
             for sample in group.samples if self._scorers else ():
-                sample.reward = _number("combine_rewards", sample, self._combine(sample, self._weights))
+                sample.reward = finite("combine_rewards", sample, self._combine(sample, self._weights))
         for sample in group.samples:
             if sample.reward is None:
                 raise RewardError(f"{sample.name} has no reward", code="sample-not-scored",
@@ -106,7 +106,8 @@ def weighted_sum(sample: Sample, weights: Mapping[str, float]) -> float:
     return sum(weights[name] * value for name, value in sample.rewards.items() if name in weights)
 
 
-def _number(name: str, sample: Sample, value: object) -> float:
+def finite(name: str, sample: Sample, value: object) -> float:
+    """What a scorer gave a sample, as a number. Raises RewardError where it is none, or not a finite float32."""
     with contextlib.suppress(Exception):  # an integer beyond all floats, or what an object of the scorer's does
         if hasattr(value, "__float__") and abs(number := float(value)) <= LARGEST_REWARD:
             return number

@@ -43,6 +43,21 @@ def rollout(args, rollout_id, data_buffer, evaluation=False):
     return RolloutFnTrainOutput(groups[:args.rollout_batch_size], {"mine": rollout_id})
 
 
+def sums(args, rollout_id, data_buffer, evaluation=False):
+    """Prompts that the function has itself, for samples that come without."""
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    note("sums", dataset=args.rollout_global_dataset, uids=[group[0].group_index for group in groups],
+         prompts=[sample.prompt for group in groups for sample in group])
+    for sample in (one for group in groups for one in group):
+        sample.prompt = f"{sample.group_index}+1="
+
+    async def sampled():
+        state = GenerateState(args)
+        return [await generate_and_rm_group(state, group, state.sampling_params) for group in groups]
+
+    return RolloutFnTrainOutput(run(sampled()), {})
+
+
 def offline(args, rollout_id, data_buffer, evaluation=False):
     """Answers that somebody wrote, and that nobody samples."""
     groups = data_buffer.get_samples(args.rollout_batch_size)
@@ -178,6 +193,17 @@ def test_a_rollout_function_of_ones_own_has_the_schedule(run, tmp_path):
     assert metrics[0]["rollout/rewards"] == pytest.approx(metrics[0]["rollout/raw_reward"] / 2), "the conversion's"
     evaluations = json.dumps([one for one in events if "eval/own" in json.dumps(one)])
     assert '"eval/own": 0.25' in evaluations
+
+
+def test_a_rollout_function_brings_prompts_of_its_own(run):
+    """No dataset is read, whatever names one, and a resumed run numbers on."""
+    flags = ("--rollout-function-path", at("sums"), "--custom-rm-path", at("even"), "--disable-rollout-global-dataset",
+             "--prompt-data", "nowhere.jsonl", "--save", "saved", "--save-interval", "1")  # fmt: skip
+    metrics, _, calls = run(*flags, "--num-rollout", "1")
+    assert len(metrics) == 1 and metrics[0]["train/grad_norm"] > 0 and 0 < metrics[0]["rollout/raw_reward"] < 1
+    assert calls == [{"function": "sums", "dataset": False, "uids": [0, 1, 2, 3], "prompts": [""] * 16}]
+    _, _, calls = run(*flags, "--load", "saved", name="1")
+    assert [call["uids"] for call in calls] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(("function", "loss"), [("offline", ()), ("offline", ("--loss-type", "sft_loss")),

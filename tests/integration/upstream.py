@@ -104,7 +104,7 @@ SERVICES = (
     ("strands_sglang, of slime", "the packages of the other, and servers that it asks by an HTTP client of its own"),
     ("geo3k_vlm_multi_turn, of both", "images"),
     ("fully_async, of slime", "a worker that samples between rollouts: `--max-lag` does that"),
-    ("random_async", "a vocabulary of 151,643 tokens, and contexts of 60,000"),
+    ("random_async", "a vocabulary of 151,643 tokens, contexts of 60,000, and a worker that samples between rollouts"),
 )
 """Examples that no test here runs, and what they need."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from miles_testing.clock import run_virtual
 from miles_testing.toy import FinishOrder, toy_group, toy_run
 
-from miles_core.errors import ColumnError, StarvedError, WaitError
+from miles_core.errors import ColumnError, RewardError, StarvedError, WaitError
 from miles_core.loop import train
 from miles_core.stages.buffer import Buffer, Slot
 from miles_core.stages.placement import Turns
@@ -431,6 +432,20 @@ def test_the_raw_reward_is_the_scorers_whatever_shape_rewards_makes_of_it():
     for (_, shaped), (_, raw) in zip(run.journal.rollouts, plain.journal.rollouts, strict=True):
         assert shaped["rollout/raw_reward"] == raw["rollout/raw_reward"] and "rollout/rewards" not in raw
         assert shaped["rollout/rewards"] == 2 * raw["rollout/raw_reward"] + 1
+
+
+@pytest.mark.parametrize("reward", ["1.0", math.inf, [1.0]])
+def test_a_reward_that_shape_rewards_made_no_number_of_is_named(reward):
+    def shaped(groups):
+        groups[-1].samples[0].reward = reward
+        return groups
+
+    run = toy_run(rollouts=2, batch_size=2, max_lag=0, duration=lambda uid, tries: 0.0)
+    run.shape = shaped
+    with pytest.raises(RewardError) as caught:
+        run_virtual(lambda: train(run))
+    assert caught.value.code == "score-not-finite" and "shape_rewards" in str(caught.value)
+    assert caught.value.got == repr(reward)
 
 
 def test_who_selects_from_the_buffer_changes_no_column():

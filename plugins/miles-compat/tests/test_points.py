@@ -18,7 +18,8 @@ from miles_core.errors import UnknownKeyError
 MANIFEST = tomllib.loads((Path(miles_compat.__file__).parent / "miles-plugin.toml").read_text(encoding="utf-8"))
 FLAGS = [(point, flag) for point in POINTS for flag in point.names
          if flag.startswith("--") and point.status != TAKEN and not (point.status == REPLACED and point.more)]
-OTHERS = {"generate_tool_call_parser", "session_message_matcher", "custom_config_path", "scorer"}
+OTHERS = {"generate_tool_call_parser", "session_message_matcher", "custom_config_path", "scorer",
+          "rollout_global_dataset"}
 """Options that name no function."""
 NOT_CALLED = {"generate_tool_specs_path", "rollout_sample_hook_path"}
 """Options that name a list, and a list of functions."""

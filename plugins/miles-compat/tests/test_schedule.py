@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from miles_compat.data_sources import RolloutDataSourceWithBuffer
+from miles_compat.data_sources import NoPrompts, RolloutDataSourceWithBuffer
 from miles_compat.generation import drawn, reward_of
 from miles_compat.schedule import Evaluations, Places, Schedule
 from miles_compat.session import CURRENT, Drawn
 
-from miles_core.errors import HookError
+from miles_core.errors import ConfigError, HookError
 from miles_core.stages.rollout import Generation, Response, SamplingParams
 from miles_core.types import Prompt
 
@@ -158,6 +158,12 @@ def test_samples_of_one_rollout_id_are_one_rollout(executions, rollouts):
 
     found = asyncio.run(sampled())
     assert [one.rollout for one in found] == rollouts and [one.index for one in found] == [*range(len(found))]
+
+
+def test_passes_over_a_dataset_that_is_not_there_cannot_be_counted():
+    with pytest.raises(ConfigError) as caught:
+        len(Places(NoPrompts(), 4))
+    assert caught.value.code == "num-epoch-without-dataset"
 
 
 def answer(context, ids):

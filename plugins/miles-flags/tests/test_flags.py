@@ -38,7 +38,9 @@ def legal(key):
 def value_of(config, key):
     """What a key is in a run."""
     table, _, name = key.partition(".")
-    return getattr(getattr(config, table), name) if hasattr(config, table) else config.surface(table)[name]
+    if hasattr(config, table):
+        return getattr(getattr(config, table), name)
+    return config.options[table][name] if table in config.options else config.surface(table)[name]
 
 
 @pytest.mark.parametrize("flag", [f for f, entry in flags().items() if "key" in entry and "plugin" not in entry])
@@ -57,7 +59,7 @@ def test_a_flag_that_stands_for_options_sets_them_all_and_yields_to_theirs(flag)
     for key, value in wanted.items():
         named = f"--{OPTIONS[key].name.replace('_', '-')}"
         other = next((str(choice) for choice in OPTIONS[key].choices if choice != value), "7")
-        words = ["false"] if OPTIONS[key].is_bool else [other]
+        words = [str(not value).lower()] if OPTIONS[key].is_bool else [other]
         for argv in ([flag, named, *words], [named, *words, flag]):
             assert value_of(load(None, argv).config, key) != value, argv
 

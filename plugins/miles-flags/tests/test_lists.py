@@ -14,11 +14,9 @@ from miles_sglang.forwarded import surface_of
 
 from miles_core.cli import completion
 from miles_core.config.flags import spellings
-from miles_core.config.options import options_of
-from miles_core.config.tables import TABLES
 from miles_core.plugins.select import all_specs
 
-OWN = {option.key for table, kind in TABLES.items() for option in options_of(table, kind).values()}
+OWN = {option.key for option in completion.options()}
 SPELLED = {flag for one in completion.options() for side in spellings(one) for flag in side} | {"--plugin"}
 
 

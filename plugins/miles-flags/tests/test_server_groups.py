@@ -28,13 +28,21 @@ def test_prefill_and_decode_of_one_model_are_engines_that_do_both(tmp_path):
     [{"server_groups": GROUPS}, {"server_groups": GROUPS}], [{"model_path": "m", "server_groups": GROUPS}],
     [{"update_weights": False, "server_groups": GROUPS}], [{"server_groups": [GROUPS[0], {"num_gpus": 4}]}],
     [{"server_groups": GROUPS}, *[{"update_weights": False, "model_path": "m", "server_groups": GROUPS[1:]}] * 2],
-    [{"server_groups": [GROUPS[1] | {"overrides": {"kv_cache_dtype": "fp8_e4m3"}}]}],
+    [{"server_groups": [GROUPS[0], GROUPS[1] | {"overrides": {"kv_cache_dtype": "fp8_e4m3"}}]}],
     [{"server_groups": [GROUPS[1] | {"worker_type": "encoder"}]}],
 ], ids=["two", "another", "frozen", "unequal", "two rewards", "precision", "kind"])
 def test_what_would_answer_differently_is_refused(tmp_path, models):
     with pytest.raises(ConfigError) as caught:
         sizes_of(given(tmp_path, {"sglang": models}), [])
     assert "--sglang-config" in caught.value.who
+
+
+def test_what_all_groups_override_alike_is_the_run_s(tmp_path):
+    alike = [group | {"overrides": {"context_length": 64, "dp_size": size}} for size, group in enumerate(GROUPS)]
+    notes = []
+    sizes = sizes_of(given(tmp_path, {"sglang": [{"server_groups": alike}]}), notes)
+    assert sizes == {"perf.rollout_num_gpus": 32, "perf.rollout_num_gpus_per_engine": 8, "server.context_length": 64}
+    assert "context_length" in notes[0]
 
 
 def test_a_model_that_is_never_updated_is_the_reward_model(tmp_path):

@@ -5,6 +5,7 @@ what should be alike is measured in shares of what rounding changes at all.
 """
 
 
+import base64
 import functools
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 import torch
 from fp8_reference import E4M3, E5M2, rounded
 from miles_fp8.emulate import Emulation, emulate
+from miles_fp8.precisions import recipes_of
 from miles_fp8.recipe import RECIPES, ROWS, WEIGHTS
 from miles_megatron.testing.parity import Case, family_of, packed_logits, random_model
 from miles_megatron.testing.ranks import batches, distance
 
+from miles_core.errors import DataError
 from miles_core.plugins.plan import prepare
 
 pytestmark = pytest.mark.xdist_group("fp8")  # one worker: the processes are started once
@@ -193,6 +196,39 @@ def test_first_and_last_layers_stay(gradients):
     last = gradients("dense", "--plugin", "fp8", *ENDS, "1", "--num-layers-at-end-in-bf16", "0")
     assert distance(none, plain) == 0
     assert distance(last, plain) > 0.005 and distance(last, all_of_them) > 0.005
+
+
+PRECISIONS = """
+configs:
+  plain: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+  coarse:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {fp8_quantization_recipe: tensorwise}
+matchers:
+  attention: {type: glob, enabled: true, pattern: "decoder.layers.*.self_attention.linear_*", config: plain}
+  inner: {type: glob, enabled: true, pattern: "*.mlp.linear_fc?", config: %s}
+  nothing: {type: glob, enabled: false, pattern: "*", config: coarse}
+"""
+
+
+def test_modules_have_precisions_of_their_own(gradients, tmp_path):
+    """Those that a file names, the first pattern that fits; none rounded is as without FP8."""
+    def of(config):
+        inline = base64.b64encode((PRECISIONS % config).encode()).decode()
+        return gradients("dense", "--plugin", "fp8", "--te-precision-config-file", f"base64:{inline}")
+
+    plain, fp8 = gradients("dense"), gradients("dense", "--plugin", "fp8")
+    assert distance(of("plain"), plain) == 0
+    assert distance(of("coarse"), plain) > 0.005 and distance(of("coarse"), fp8) > 0.005
+
+
+@pytest.mark.parametrize("text", ["", "configs: [", "matchers: {a: {enabled: true, type: glob, pattern: a, config: b}}",
+                                  "matchers: {a: {enabled: false}}"])
+def test_a_file_of_precisions_that_says_nothing_is_refused(text, tmp_path):
+    (tmp_path / "precisions.yaml").write_text(text)
+    with pytest.raises(DataError) as caught:
+        recipes_of(str(tmp_path / "precisions.yaml"))
+    assert caught.value.code == ("module-precisions-empty" if "false" in text else "module-precisions-unreadable")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])

@@ -43,8 +43,10 @@ def megatron():
 
 def with_process_groups():
     """Makes them where a conversion in a test of another package has left all groups."""
-    from megatron.core import parallel_state
     from miles_megatron import cpu
+
+    cpu.install()
+    from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         cpu.initialize()

@@ -116,4 +116,4 @@ def test_other_text_is_no_layer_pattern(text):
 def test_a_flag_with_other_text_is_an_error_that_names_it():
     with pytest.raises(ConfigError) as caught:
         load(None, ["--moe-layer-freq", "[1,1"])
-    assert caught.value.code == "option-wrong-type" and "--moe-layer-freq" in str(caught.value)
+    assert caught.value.code == "layer-pattern-malformed" and "--moe-layer-freq" in str(caught.value)

@@ -4,7 +4,7 @@
 import pytest
 from miles_megatron import engine_weights, estimate
 from miles_megatron.heads import Heads, heads_of, sizes_of
-from miles_megatron.layout import Layout, check_layout
+from miles_megatron.layout import Layout, check_layout, cuts_groups
 
 from miles_core.errors import BatchError
 
@@ -45,12 +45,14 @@ def test_a_model_with_one_kind_of_heads_is_as_it_was(config):
     assert type(size).__name__ == "Architecture" and heads_of(size) == (Heads(60, 256, 16),)
 
 
-def test_ranks_have_to_divide_the_fewest_heads(config):
-    run = config(GEMMA_4)
+def test_ranks_have_to_divide_the_fewest_heads_or_share_them(config):
+    run, eight = config({**GEMMA_4, "num_global_key_value_heads": 3}), Layout(world=8, tensor=8)
     with pytest.raises(BatchError) as caught:
-        check_layout(Layout(world=8, tensor=8), sizes_of(run), run)
-    assert caught.value.code == "model-size-not-divisible" and caught.value.got == "4 / 8"
+        check_layout(eight, sizes_of(run), run)
+    assert caught.value.code == "model-size-not-divisible" and caught.value.got == "3 / 8"
     assert "num_global_key_value_heads" in caught.value.what
+    size = sizes_of(config(GEMMA_4))
+    assert cuts_groups(eight, size) and not cuts_groups(Layout(world=4, tensor=4), size)
 
 
 def test_what_norms_after_and_side_by_side_keep_is_counted(config):

@@ -108,6 +108,16 @@ def test_a_layout_changes_nothing(folder, one, two, layout):
         assert distance(found, expected, [name for name in expected if name.endswith(part)]) < 1e-5, part
 
 
+@pytest.mark.full
+def test_tensor_parallel_ranks_share_the_key_that_is_a_value(one, two, tmp_path):
+    """In layers whose heads of keys are fewer than the ranks, beside layers that have enough."""
+    folder = demo_checkpoint(ROOT, CASE, tmp_path, num_global_key_value_heads=1)
+    found, expected = layout_gradients(folder, one, two, "--tensor-model-parallel-size", 2, "--sequence-parallel")
+    assert distance(found, expected) < 4e-6
+    for part in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.q_norm.weight"):
+        assert distance(found, expected, [name for name in expected if name.endswith(part)]) < 1e-5, part
+
+
 @pytest.mark.parametrize("name", ["Gemma 4, text, with experts", "Gemma 4 with experts"])
 def test_conversion_keeps_every_bit(name, convert, tmp_path):
     """Of layers whose heads differ, which a checkpoint has one by one, and of others, which it has stacked."""

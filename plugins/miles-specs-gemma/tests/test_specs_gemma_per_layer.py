@@ -82,6 +82,16 @@ def test_a_layout_changes_nothing(folder, one, two, layout):
         assert distance(found, expected, [name for name in expected if part in name]) < 1e-5, part
 
 
+@pytest.mark.full
+def test_tensor_parallel_ranks_share_a_key_that_is_lent(one, two, tmp_path):
+    """As of E2B, which has one."""
+    folder = demo_checkpoint(ROOT, CASE, tmp_path, vocab_size_per_layer_input=VOCAB, num_key_value_heads=1)
+    found, expected = layout_gradients(folder, one, two, "--tensor-model-parallel-size", 2)
+    assert distance(found, expected) < 4e-6
+    for part in ("2.self_attn.k_proj.weight", "1.self_attn.v_proj.weight", "5.self_attn.q_norm.weight"):
+        assert distance(found, expected, [name for name in expected if part in name]) < 1e-5, part
+
+
 @pytest.mark.parametrize("inside", ["model.", "model.language_model."])
 def test_conversion_keeps_every_bit(convert, tmp_path, inside):
     """Also of both towers, and of projections that the files have and no layer uses."""

@@ -207,6 +207,17 @@ def test_a_function_that_hangs_is_given_up(function, source):
     failed(group, "agent_timeout", "longer than 0.6 s")
 
 
+def test_an_agent_is_not_charged_for_a_loop_that_is_blocked(function):
+    """Nobody answers it meanwhile."""
+    async def block(_agents, going):
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+
+    source = "def agent(base_url, api_key, messages):\n    time.sleep(0.3)\n    ask(base_url, api_key, messages)"
+    (sample,) = samples_of(function(source, agent_timeout=1.0), samples=1, during=block)
+    assert sample.status is Status.COMPLETED
+
+
 @pytest.mark.parametrize("ends", [0, 1])
 def test_agents_that_all_hang_end_the_run(function, monkeypatch, ends):
     """One group after the other would be given up, each after its time."""

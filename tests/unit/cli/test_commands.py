@@ -50,6 +50,22 @@ def test_the_help_of_run_fits_a_hundred_columns(invoke, monkeypatch):
     assert max(map(len, invoke("run", "--help").output.splitlines())) <= 100
 
 
+def commands(group=cli, words=()):
+    """The words of every command there is."""
+    with click.Context(group) as context:
+        for name in group.list_commands(context):
+            found = group.get_command(context, name)
+            yield from commands(found, (*words, name)) if isinstance(found, click.Group) else ()
+            yield *words, name
+
+
+@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
+def test_what_a_command_says_of_itself_fits_a_terminal(invoke, words):
+    """Of 80 columns, the examples too, which click leaves as they are."""
+    text = invoke(*words, "--help").output.partition("\nOptions:")[0]
+    assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("Usage:")] == []
+
+
 def test_version(invoke):
     assert invoke("--version").output.strip() == importlib.metadata.version("miles-core")
 
@@ -105,6 +121,12 @@ def test_a_plan_begins_with_what_is_trained_how_much_where_it_writes_and_where_i
     assert code == 0 and trains.startswith("trains ") and "x/train.jsonl" in trains and "math" in trains
     assert "9 rollouts of 4 prompts x " in size and "runs/run" in writes and begin.startswith(begins)
     assert plugins.count("megatron") == plugins.count("in every run") == 1
+
+
+@pytest.mark.parametrize(("first", "nothing"), [("9", True), ("8", False)])
+def test_a_plan_says_that_nothing_is_left_to_train(call, first, nothing):
+    code, out, _ = call("run", *GOOD, "--num-rollout", "9", "--start-rollout-id", first, "--plan")
+    assert code == 0 and ("trains nothing" in out) is nothing
 
 
 def test_a_plan_as_json(call):

@@ -59,6 +59,12 @@ def test_model_name_wins_over_config_json(plan, checkpoint):
     assert owner(plan(*checkpoint("my_llama"), "--model-name", "llama")) == [("llama", "specs-llama")]
 
 
+def test_model_name_may_leave_out_underscores(plan, checkpoint):
+    """As launch scripts of Miles do: deepseekv4."""
+    made = plan(*checkpoint("gemma3_text"), "--model-name", "gemma3text")
+    assert owner(made) == [("gemma3_text", "specs-gemma")] and made.config.model.model_name == "gemma3_text"
+
+
 def test_a_file_plugin_may_own_an_official_family(plan, checkpoint, tmp_path):
     (tmp_path / "mine.py").write_text('''"""A family."""
 from miles_core import hookimpl

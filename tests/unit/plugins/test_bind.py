@@ -43,6 +43,14 @@ def test_a_chain_runs_in_the_order_written_and_stops_at_a_drop(plugins):
         bound(plugins(empty="@hookimpl\ndef filter_group(self, group):\n    pass")).filter_group([])
 
 
+def test_a_chain_of_lists_gives_what_was_in_them(plugins):
+    names = "@hookimpl\ndef shape_rewards(self, groups):\n    return [str(group) for group in groups]"
+    with pytest.raises(HookError) as caught:
+        bound(plugins(names=names), "rollout").shape_rewards([1.0, 2.0])
+    assert (caught.value.code, caught.value.got) == ("filter-returned-other-type", "str")
+    assert "names" in str(caught.value.who)
+
+
 def test_nobody_implements_means_none_and_names_are_a_dict(plugins):
     hooks = bound(plugins(a="@hookimpl('reward', name='x')\ndef f(self, sample):\n    return 1.0"))
     assert hooks.filter_group is None and hooks.generate_request is None and set(hooks.reward) == {"x"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miles_compat.sample import Sample, asked
+from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from miles_compat.args import Args
@@ -46,7 +48,7 @@ class RolloutDataSource(DataSource):
     def __init__(self, args: Args, prompts: PromptSource | None = None):
         self.args = args
         self.metadata: dict[str, Any] = {}
-        self.prompts = prompts or prompts_of(args)
+        self.prompts = prompts_of(args) if prompts is None else prompts
         self.of_uid: dict[int, Prompt] = {}
 
     def __len__(self) -> int:
@@ -57,7 +59,8 @@ class RolloutDataSource(DataSource):
         groups, siblings = [], self.args.n_samples_per_prompt
         for _ in range(num_samples):
             prompt = self.prompts.next()
-            self.of_uid[prompt.uid] = prompt
+            if prompt.token_ids:
+                self.of_uid[prompt.uid] = prompt
             groups.append([self._sample(prompt, index, siblings) for index in range(siblings)])
         return groups
 
@@ -115,8 +118,40 @@ def pop_first(args: object, rollout_id: int | None, buffer: list[list[Sample]],
     return found
 
 
+@dataclass
+class NoPrompts:
+    """What a data source numbers its samples by where a rollout function has the prompts, and the run has none."""
+
+    data: str = ""
+    _next: int = 0
+
+    def __len__(self) -> int:
+        raise ConfigError("passes over the prompts cannot be counted without a dataset", fix="write --num-rollout",
+                          who="--num-epoch, --disable-rollout-global-dataset", code="num-epoch-without-dataset")
+
+    def next(self) -> Prompt:
+        """A number without a prompt."""
+        from miles_core.types import Prompt
+
+        self._next += 1
+        return Prompt(self._next - 1, self._next - 1, "", ())
+
+    def give_back(self, prompts: list[Prompt]) -> None:
+        """Nothing: there is no prompt that should come again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next number."""
+        return {"next": self._next, "again": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with it."""
+        self._next = state["next"]
+
+
 def prompts_of(args: Args) -> PromptSource:
-    """The run's prompts, as its own source gives them."""
+    """The run's prompts, as its own source gives them; none with --disable-rollout-global-dataset."""
+    if not args.rollout_global_dataset:
+        return NoPrompts()
     from miles_core.stages.defaults import Core
 
     config: RunConfig = args._config

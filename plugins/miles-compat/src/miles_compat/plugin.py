@@ -77,6 +77,9 @@ class CompatOptions:
         None, "Called after every evaluation.", flags=("--custom-eval-rollout-log-function-path",))
     rollout_function_path: str | None = option(
         None, "Samples, scores and filters whole rollouts.", flags=("--rollout-function-path",))
+    rollout_global_dataset: bool = option(
+        True, "The run has prompts; off (--disable-rollout-global-dataset): a rollout function brings its own.",
+        flags=("--rollout-global-dataset",))
     eval_function_path: str | None = option(
         None, "Evaluates; the run samples the datasets that it does not return.", flags=("--eval-function-path",))
     custom_agent_function_path: str | None = option(

@@ -46,7 +46,8 @@ def sizes_of(flag: Given, notes: list[str]) -> dict[str, Any]:
         raise DataError("the file of server groups cannot be read", code="server-groups-unreadable",
                         got=f"{type(error).__name__}: {error}", who=who,
                         fix="name one YAML file: sglang, a list of models with server_groups") from None
-    apart = sorted({key for group in groups for key in group.get("overrides") or {} if key in MEANT})
+    meant = [{key: value for key, value in (group.get("overrides") or {}).items() if key in MEANT} for group in groups]
+    apart = sorted({key for one in meant for key in one.keys() | meant[0].keys() if one.get(key) != meant[0].get(key)})
     other = [model for model in models if model.get("model_path")] + rewards[1:]
     kinds = sorted({str(group.get("worker_type", "regular")) for group in groups} - {*KINDS})
     if len(models) != 1 or other or kinds or apart or len(each) != 1:
@@ -56,9 +57,9 @@ def sizes_of(flag: Given, notes: list[str]) -> dict[str, Any]:
                               kinds or apart), fix="leave the flag out: --rollout-num-gpus and "
                           "--rollout-num-gpus-per-engine are the sizes, --sglang-* fields of all servers")
     notes.append(f"{flag.flag}: every server both prefills and decodes here, and has the run's --sglang-* fields; what "
-                 "the file overrides for a group is not used")
-    reward = rewards[0] if rewards else {}
-    return {"perf.rollout_num_gpus": whole, "perf.rollout_num_gpus_per_engine": each.pop()} | reward
+                 "the file overrides for a group is not used" + f", but for {', '.join(meant[0])}" * bool(meant[0]))
+    sizes = {"perf.rollout_num_gpus": whole, "perf.rollout_num_gpus_per_engine": each.pop()}
+    return sizes | {f"server.{key}": value for key, value in meant[0].items()} | (rewards[0] if rewards else {})
 
 
 def _reward(model: Mapping[str, Any], who: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class MilesFlags(Surface):
             return _keep_secret(entry["environment"], flag)
         if "derived" in entry:
             return needless(flag, bool(entry.get("switch")), _sentence(entry["derived"]), notes)
-        if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
+        if "plugin" in entry and "set" not in entry:  # it is enabled, all that a flag asks which no option of it spells
             return []
         origin = Origin("flag", flag.flag)
         if "read" in entry:

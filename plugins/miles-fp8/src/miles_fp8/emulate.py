@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from miles_megatron.substitute import substitute
 from miles_megatron.weights import global_parameters, instances
 
 from miles_fp8 import nvfp4
+from miles_fp8.precisions import RecipeConfig, emulated
 from miles_fp8.recipe import NVFP4, ROWS, Tiles, tiles
 from miles_fp8.rounding import rounded
 
@@ -42,12 +43,14 @@ class Emulation:
         layers: numbers, over the whole model, of the decoder layers that compute in FP8.
         gradients: the format of gradients.
         activations: whether activations and gradients are rounded as well as weights.
+        modules: of which recipe single modules are, or none.
     """
 
     recipe: str
     layers: frozenset[int]
     gradients: torch.dtype
     activations: bool = True
+    modules: RecipeConfig | None = None
 
 
 class _Rounded(torch.autograd.Function):
@@ -101,15 +104,18 @@ def emulate(chunk: torch.nn.Module, emulation: Emulation, weight_map: WeightMap 
     Args:
         weight_map: says which tensors of the checkpoint a parameter joins: each is rounded by itself, as engines do.
     """
-    count, joined = 0, _rows(chunk, weight_map)
+    count, joined, names = 0, _rows(chunk, weight_map), {module: name for name, module in chunk.named_modules()}
     layers = [layer for layer in cast("Any", chunk).decoder.layers if layer.layer_number - 1 in emulation.layers]
     for part in (*layers, *getattr(getattr(chunk, "mtp", None), "layers", ())):
-        for name, module in part.named_modules():
+        for module in part.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                rows = joined.get(id(module.weight), [])
-                _round(module, emulation, rows)
+                recipe = emulated(emulation.modules, names[module], emulation.recipe)
+                if recipe is None:
+                    continue
+                rows, own = joined.get(id(module.weight), []), replace(emulation, recipe=recipe)
+                _round(module, own, rows)
                 count += 1
-                _tell(name, module.weight, emulation, rows)
+                _tell(names[module], module.weight, own, rows)
     return count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles, writes
 
 if TYPE_CHECKING:
     import torch
+    from megatron.core.quantization.quant_config import RecipeConfig
     from miles_megatron.specs import ModelSpec, WeightMap
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,10 @@ class Fp8Options:
     emulate: Literal["all", "weights"] = option(
         "all", "What training without FP8 kernels and the local engine round: all operands, or weights alone."
     )
+    precision_file: str | None = option(
+        None, "YAML file of modules that train in another recipe or in bfloat16, in Megatron-core's form.",
+        flags=("--te-precision-config-file",),
+    )
 
 
 class Fp8:
@@ -63,6 +69,7 @@ class Fp8:
     def __init__(self, options: Fp8Options, config: RunConfig):
         self.options, self.config = options, config
         self._emulation: dict[str, object] | None = None
+        self._recipes: RecipeConfig | None = None
         self._map: WeightMap | None = None
 
     @hookimpl
@@ -104,6 +111,11 @@ class Fp8:
             return fields
         from miles_fp8.hardware import Device, emulated
 
+        if self.options.precision_file:
+            from miles_fp8.precisions import recipes_of
+
+            self._recipes = recipes_of(self.options.precision_file)
+            fields = {**fields, "quant_recipe": self._recipes}
         kernels = not emulated(Device.here(), fields, self.config.perf.bf16)
         if kernels and fields["fp8_recipe"] != NVFP4:
             return fields
@@ -115,6 +127,10 @@ class Fp8:
     @hookimpl
     def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, weight_map: WeightMap) -> torch.nn.Module:
         """Emulation: the decoder's linear layers round their operands."""
+        names = [name for name, _ in chunk.named_modules()]
+        for one in self._recipes.matchers if self._recipes is not None else ():
+            if not fnmatch.filter(names, one.pattern):
+                logger.warning("--te-precision-config-file: no module here is called %s", one.pattern)
         if (fields := self._emulation) is None:
             return chunk
         import torch
@@ -125,7 +141,7 @@ class Fp8:
         plain_layers = _kept_layers(fields, layers)
         made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - plain_layers,
                          torch.float8_e5m2 if fields["fp8"] == "hybrid" else torch.float8_e4m3fn,
-                         self.options.emulate == "all")
+                         self.options.emulate == "all", self._recipes)
         count = emulate(chunk, made, weight_map)
         logger.info("%d linear layers compute as if in FP8 (%s)", count, made.recipe)
         return chunk

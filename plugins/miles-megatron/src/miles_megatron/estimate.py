@@ -99,8 +99,9 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "norms of q and k: inputs": (query + key + normalisers) * model.qk_norm,
         "latents: inputs of norms and projections": 2 * latents,
         "attention: q, k, v": query + key + values,
-        "attention: q, k, v of all ranks, where some share keys": cuts_groups(model.layout, size) * (
-            cut * query + 2 * (size.groups or 0) * key),
+        "attention: q, k, v of all ranks, where some share keys": cuts_groups(model.layout, size) * sum(
+            share * value * (size.heads + one.made * one.groups) * one.head_dim for one, share in kinds
+            if tensor > one.groups),
         "attention's gate: gate, gated output": 2 * output * bool(size.gated),
         "attention: output": output + full * FP32 * size.heads / tensor,
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -29,6 +29,7 @@ class Flag:
         key: what the argument of the flag sets; None when the flag takes no argument.
         text: what it is derived from, or what to write instead of it; empty when accepted.
         switch: a derived flag takes no value.
+        values: arguments with which it is derived all the same, and what from.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Flag:
     key: str | None
     text: str
     switch: bool = False
+    values: Mapping[str, str] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1)
@@ -134,4 +136,5 @@ def _flag(name: str, entry: Mapping[str, object]) -> Flag:
     if "value" in entry:
         return Flag(name, "accepted", MappingProxyType({entry["key"]: entry["value"]}), None, "")
     fixed = entry.get("set")
-    return Flag(name, "accepted", None if fixed is None else MappingProxyType(fixed), entry.get("key"), "")
+    return Flag(name, "accepted", None if fixed is None else MappingProxyType(fixed), entry.get("key"), "",
+                values=entry.get("values", {}))

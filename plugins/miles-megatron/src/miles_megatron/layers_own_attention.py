@@ -14,6 +14,9 @@ from miles_megatron.specs import Attention
 
 cpu.install()
 
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402 - after install()
+    all_gather_last_dim_from_tensor_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig  # noqa: E402 - after install()
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # noqa: E402
 
@@ -58,10 +61,16 @@ class LayersOwnAttention(SelfAttention):
         return query, key, value
 
     def _from_two(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        size = self.hidden_size_per_attention_head
-        both = self.linear_qkv(hidden_states)[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        size, both = self.hidden_size_per_attention_head, self.linear_qkv(hidden_states)[0]
+        sharing, rank = self.world_size // self.config.num_query_groups, self.pg_collection.tp.rank()
+        if sharing > 1:  # ranks cut the projection anywhere: as in Megatron, it is joined, and this rank's group taken
+            both = all_gather_last_dim_from_tensor_parallel_region(both)
+            both = both.chunk(self.config.num_query_groups, -1)[rank // sharing]
+        both = both.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key = both.split((both.shape[-1] - size, size), -1)
         value, query = key, query.reshape(*query.shape[:2], -1, size)
+        if sharing > 1:
+            query = query.chunk(sharing, 2)[rank % sharing]
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 

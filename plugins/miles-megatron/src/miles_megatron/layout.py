@@ -220,19 +220,22 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
 
 def cuts_groups(layout: Layout, architecture: Architecture) -> bool:
     """Whether several tensor-parallel ranks share a key and value: each computes it, and its own queries."""
-    if isinstance(architecture, Compressed | OfLayers) or architecture.rank or architecture.groups is None:
+    if isinstance(architecture, Compressed) or architecture.rank or architecture.groups is None:
         return False
-    return layout.tensor > architecture.groups and layout.tensor % architecture.groups == 0
+    kinds = architecture.kinds if isinstance(architecture, OfLayers) else (architecture,)
+    groups = [one.groups for one in kinds]
+    fits = all(max(one, layout.tensor) % min(one, layout.tensor) == 0 for one in groups)
+    return fits and layout.tensor > min(groups)
 
 
 def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(constant, sizes whose product has to divide it)."""
     if not isinstance(architecture, Compressed):
         yield "heads", ("tensor",)
-        if not cuts_groups(layout, architecture):
-            yield "groups", ("tensor",)
-    if isinstance(architecture, OfLayers):
-        yield "fewest", ("tensor",)
+    if not isinstance(architecture, Compressed) and not cuts_groups(layout, architecture):
+        yield "groups", ("tensor",)
+        if isinstance(architecture, OfLayers):
+            yield "fewest", ("tensor",)
     yield "vocab", ("tensor",)
     if architecture.linear:
         yield "linear_groups", ("tensor",)

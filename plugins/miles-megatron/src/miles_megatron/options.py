@@ -45,8 +45,8 @@ class MegatronOptions(Surface):
         if meaning.status == "refused":
             raise UnknownKeyError(f"{flag.flag} does not apply here", code="megatron-flag-not-applicable",
                                   who="Megatron-LM's flag", fix=meaning.text)
-        if meaning.status == "derived":
-            return needless(flag, meaning.switch, meaning.text, notes)
+        if meaning.status == "derived" or " ".join(flag.words) in meaning.values:
+            return needless(flag, meaning.switch, meaning.values.get(" ".join(flag.words), meaning.text), notes)
         made = [Assignment(_key(key), value, origin) for key, value in (meaning.set or {}).items()]
         if meaning.key is None:
             alone(flag)
@@ -72,9 +72,8 @@ class MegatronOptions(Surface):
             try:
                 value, kind = flags.layer_pattern(value), "list[int]"
             except ValueError as error:
-                key, wanted = f"megatron.{name}", "a layer pattern"
-                raise ConfigError(f"{key} should be {wanted}", code="option-wrong-type", got=str(error),
-                                  who=str(origin), fix="write [0,1,1], or ([0]*3+[1]*45)") from None
+                raise ConfigError(f"megatron.{name} should be a layer pattern", code="layer-pattern-malformed",
+                                  got=str(error), who=str(origin), fix="write [0,1,1], or ([0]*3+[1]*45)") from None
         option = Option("megatron", name, kind, field.default, field.help)
         return option.key, convert(option, value, origin)
 

@@ -15,7 +15,7 @@ READERS = {
     "kl_loss_coef use_unbiased_kl": "algorithm.use_kl_loss",
     "reduction_constant": "algorithm.reduction=constant",
     "max_tokens_per_gpu log_probs_max_tokens_per_gpu": "perf.use_dynamic_batch_size",
-    "balance_by_flops": "perf.balance_data",
+    "balance_by_flops": "perf.balance_data", "gpu_memory_gib": "perf.trainer=megatron",
     "ray_address placement_*": "perf.placement=ray",
     "update_weight_disk_dir": "perf.weight_sync=disk*",
     "offload_train offload_rollout": "perf.colocate",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from miles_core.errors import ConfigError, RewardError, RolloutError
 from miles_core.stages.rollout import Generation
 from miles_core.types import CancelHandle, Prompt, Sample, Status
+from miles_core.waits import BEAT
 from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
 from miles_tools.foreign import describe, is_unicode
 from miles_tools.session import CALLED_BACK, Failure, Session
@@ -129,9 +130,12 @@ class Agents:
         agent = asyncio.ensure_future(self._call(prompt, session.task_messages(), key))
         broken = asyncio.ensure_future(session.broken())
         try:
-            deadline = time.monotonic() + self._options.agent_timeout
-            while (left := deadline - time.monotonic()) > 0 and not (agent.done() or broken.done()):
-                await asyncio.wait((agent, broken), timeout=min(left, LOOK), return_when=asyncio.FIRST_COMPLETED)
+            left = self._options.agent_timeout
+            while left > 0 and not (agent.done() or broken.done()):
+                begin, look = time.monotonic(), min(left, LOOK)
+                await asyncio.wait((agent, broken), timeout=look, return_when=asyncio.FIRST_COMPLETED)
+                blocked = time.monotonic() - begin > look + 2 * BEAT  # this loop, in which an answer may lie unread
+                left = max(left - look, 2 * BEAT if blocked else 0)
                 if recall.cancelled and not agent.done():
                     return {}, CALLED_BACK
             if session.error is not None:

@@ -62,8 +62,10 @@ def command() -> None:
 
     \b
       miles convert hf-to-dist models/qwen3 models/qwen3-dist
-      miles convert dist-to-hf runs/demo/checkpoints models/trained --hf-checkpoint models/qwen3
-      torchrun --nproc-per-node 4 --no-python miles convert hf-to-dist models/qwen3 models/qwen3-dist
+      miles convert dist-to-hf runs/demo/checkpoints models/trained \\
+        --hf-checkpoint models/qwen3
+      torchrun --nproc-per-node 4 --no-python \\
+        miles convert hf-to-dist models/qwen3 models/qwen3-dist
 
     Nothing needs converting before a run: --hf-checkpoint is read as it is. Plugins add further conversions.
     """

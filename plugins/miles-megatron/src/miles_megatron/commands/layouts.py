@@ -12,8 +12,9 @@ def command(count: int, words: tuple[str, ...]) -> None:
     """Which layouts fit the GPUs of a run, best first: of the trainer, and an engine beside it.
 
     \b
-      miles layouts --hf-checkpoint models/GLM-5 --actor-num-nodes 16 --actor-num-gpus-per-node 8 \\
-        --gpu-memory-gib 80 --rollout-max-context-len 16384
+      miles layouts --hf-checkpoint models/GLM-5 --actor-num-nodes 16 \\
+        --actor-num-gpus-per-node 8 --gpu-memory-gib 80 \\
+        --rollout-max-context-len 16384
 
     Takes the words of `miles run`, of which it needs the model, and reads config.json alone. A layout in them is left
     out. Where nothing fits, it says how many GPUs would be enough. The order is by an estimate of operations and

@@ -66,10 +66,10 @@ def command(model_dir: Path, chat_template_path: Path | None, messages: Path | N
     """Check the chat template of the tokenizer in MODEL_DIR by token ids. Exit code 1 when a check fails.
 
     \b
-    - the rendered text and the template agree on the ids, and they begin with one BOS at most
-    - a prompt with the answer's opening is how the conversation with the answer begins
-    - every turn only adds to what came before (needed where a sample has several turns)
-    - with --chat-template-path: prompt and first answer are those of the model's own template
+    - the rendered text and the template agree on the ids, with one BOS at most
+    - a prompt with the answer's opening begins the conversation with the answer
+    - every turn only adds to what came before, for samples of several turns
+    - with --chat-template-path: prompt and first answer are the model's own
 
     A failed check shows the first token that differs, with its neighbours.
     """

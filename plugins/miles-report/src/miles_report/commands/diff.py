@@ -50,9 +50,11 @@ def diff(a: Path, b: Path | None, as_json: bool, across: str | None, both: str, 
     the trainers of both, and the first module, tensor, sample and token that differ beyond rounding are named.
 
     \b
-      miles run a.toml --debug-rollout-only --num-rollout 1 --save-debug-rollout-data 'saved/{rollout_id}'
+      miles run a.toml --debug-rollout-only --num-rollout 1 \\
+        --save-debug-rollout-data 'saved/{rollout_id}'
       miles diff a.toml --across "--trainer fsdp" --batch saved/0
-      miles diff a.toml --across "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2" --batch saved/0
+      miles diff a.toml --batch saved/0 --across \\
+        "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2"
       miles diff a.toml --across "--bf16" --both "--trainer fsdp" --batch saved/0
       miles diff a.toml b.toml --across "" --batch saved/0
     """

@@ -62,7 +62,7 @@ def new(name: str, template: str | None, out: Path | None, **answers: object) ->
 
     \b
       miles plugins new my-reward
-      miles plugins new my-loss --hooks advantage,policy_loss,metrics --licence MIT
+      miles plugins new my-loss --hooks advantage,policy_loss --licence MIT
       miles plugins new counter --hooks reward --state
       miles plugins new arcee --family arcee
 
