@@ -208,4 +208,5 @@ def _bounded(option: Option, value: object, origin: Origin) -> None:
     if not least <= value <= most:
         above = f" and at most {most}" if most < math.inf else ""
         raise ConfigError(f"{option.key} should be at least {least}{above}", code="option-out-of-range", got=value,
-                          who=f"{option.key} ({origin})", fix="correct it, or remove it for the default")
+                          who=f"{option.key} ({origin})", fix="correct it, or remove it for the default" +
+                          "; none turns it off" * ("None" in option.type))
