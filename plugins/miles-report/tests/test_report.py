@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
+from miles_report.commands.doctor import fitted
 from miles_report.commands.report import report
 from miles_report.page import FOLDER, render
 from miles_report.page.document import Limits
@@ -57,6 +58,15 @@ def data_of(path) -> tuple[dict, Page]:
     page = Page(path.read_text("utf-8"))
     assert len(page.scripts) == 2
     return json.loads(page.scripts[0], parse_constant=pytest.fail), page
+
+
+def test_a_terminal_gets_the_doctors_lines_between_words_and_a_program_whole(monkeypatch):
+    line = "  do     " + "free some space; " * 9
+    assert fitted(line) == line
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    first, *others = fitted(line).splitlines()
+    assert first.startswith("  do     free") and all(one.startswith(" " * 9 + "f") and len(one) <= 60 for one in others)
 
 
 def test_other_runs_are_drawn_beside(run, tmp_path):
