@@ -151,8 +151,8 @@ class Console:
         text = _clean(text) if level in ("detail", "info") else f"{level}: {_clean(text)}"
         if self._live is None:
             self._print(text)
-            return
-        self._live.console.print(Text(text, style=_LEVELS.get(level, "")))
+        else:
+            self._live.console.print(Text(text, style=_LEVELS.get(level, "")))
 
     @_guarded
     def stop(self, status: str) -> None:
