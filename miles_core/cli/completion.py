@@ -64,9 +64,10 @@ def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(flag, its values): those of a Literal type, and the names that plugins offer for a named hook."""
     from miles_core.config.flags import spellings
     from miles_core.plugins.scan import KNOWN
-    from miles_core.plugins.select import built_in
+    from miles_core.plugins.select import built_in, readable
 
-    offers = [(offer.hook, offer.name) for one in built_in() for offer in one.manifest.offers]
+    stated = [*(one.manifest for one in built_in()), *readable()]
+    offers = [(offer.hook, offer.name) for one in stated for offer in one.offers]
     offers += [tuple(offer.split(":")) for many in KNOWN.values() for offer in many]
     hooks = {"advantage_estimator": "advantage", "rm_type": "reward"}
     for option in options():

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.metadata
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,8 +21,7 @@ from miles_core.plugins.manifest import STATED, WORDS, Manifest
 from miles_core.plugins.scan import BUILT_IN, KNOWN, installed
 from miles_core.plugins.select import Selected, built_in, manifest_of, select, short
 
-WIDTH = 100
-"""Columns of a line of the list."""
+WIDTH = shutil.get_terminal_size((100, 24)).columns  # of a line of the list
 
 
 @click.command("list")

@@ -21,7 +21,7 @@ COMMANDS = {
 
 @click.group("plugins", cls=Lazy, own=COMMANDS, group="plugins")
 def command() -> None:
-    """Look at plugins; only `check` imports any.
+    """Look at plugins; only `check` and `doctor` import any.
 
     \b
       miles plugins list

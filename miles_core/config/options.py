@@ -206,6 +206,6 @@ def _bounded(option: Option, value: object, origin: Origin) -> None:
         return
     least, most = (*option.within, math.inf)[:2]
     if not least <= value <= most:
-        above = f" and at most {most}" if most < math.inf else ""
+        above, spare = f" and at most {most}" * (most < math.inf), ", write none" * ("None" in option.type)
         raise ConfigError(f"{option.key} should be at least {least}{above}", code="option-out-of-range", got=value,
-                          who=f"{option.key} ({origin})", fix="correct it, or remove it for the default")
+                          who=f"{option.key} ({origin})", fix=f"correct it{spare}, or remove it for the default")

@@ -90,7 +90,7 @@ def check(lock: Mapping, plan: Plan, who: str) -> None:
     if changes := differences(lock, json.loads(text(of(plan)))):
         more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         raise LockError("the run differs from its lock", code="lock-mismatch", got="; ".join(changes[:SHOWN]) + more,
-                        who=who, fix="install the locked versions, or write a new lock with `miles plugins lock`")
+                        who=who, fix="go back to what is locked, or write a new lock with `miles plugins lock`")
 
 
 def _changed(what: str, then: Mapping, now: Mapping) -> list[str]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 import rich.console
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -150,8 +151,8 @@ class Console:
         text = _clean(text) if level in ("detail", "info") else f"{level}: {_clean(text)}"
         if self._live is None:
             self._print(text)
-            return
-        self._live.console.print(Text(text, style=_LEVELS.get(level, "")), soft_wrap=True)
+        else:
+            self._live.console.print(Text(text, style=_LEVELS.get(level, "")))
 
     @_guarded
     def stop(self, status: str) -> None:
@@ -189,9 +190,8 @@ class Console:
 
     def _open_panel(self, summary: Mapping[str, str]) -> None:
         terminal = rich.console.Console(file=self._stream, force_terminal=True)
-        head = Text.assemble((self._title, "bold"), *(part for key, value in summary.items()
-                                                      for part in ((f"   {key} ", "dim"), value)))
-        terminal.print(head)
+        fields = [Text.assemble((f"{key} ", "dim"), value) for key, value in summary.items()]
+        terminal.print(Columns(fields, padding=(0, 3)))  # the title is the panel's
         self._live = Live(get_renderable=self._drawn, console=terminal, refresh_per_second=4,
                           vertical_overflow="visible")
         self._live.start()
@@ -230,13 +230,14 @@ class Console:
         return table
 
     def _numbers(self) -> RenderableType:
-        line = Text()
-        for label, value in self._latest.items():
-            line.append(f"{label} ", "dim").append(_number(label, value), "bold green" if label == "reward" else "bold")
-            if label == "reward" and self._unicode():
-                line.append(f" {sparkline(self._history, 16)}", "green")
-            line.append("   ")
-        return line if self._latest else Text("no rollout is done yet", "dim")
+        if not self._latest:
+            return Text("no rollout is done yet", "dim")
+        items = {label: Text.assemble((f"{label} ", "dim"), (_number(label, value), "bold"))
+                 for label, value in self._latest.items()}
+        if "reward" in items:
+            items["reward"].stylize("green", len("reward "))
+            items["reward"].append(f" {sparkline(self._history, 16)}" if self._unicode() else "", "green")
+        return Columns(items.values(), padding=(0, 3))
 
     def _stages(self) -> RenderableType:
         """One bar whose parts are the last rollout's stages, and the seconds below it."""
@@ -253,11 +254,9 @@ class Console:
         return Group(bar, legend)
 
     def _evaluations(self) -> RenderableType:
-        line = Text()
-        for name, (rollout_id, score, first) in self._evals.items():
-            line.append(f"eval {_clean(name)} ", "dim").append(f"{score:.3f}", "bold green")
-            line.append(f" (first {first:.3f}, now at rollout {rollout_id})   ", "dim")
-        return line
+        return Columns([Text.assemble((f"eval {_clean(name)} ", "dim"), (f"{score:.3f}", "bold green"),
+                                      (f" (first {first:.3f}, now at rollout {rollout_id})", "dim"))
+                        for name, (rollout_id, score, first) in self._evals.items()], padding=(0, 3))
 
     def _unicode(self) -> bool:
         return self._live is None or self._live.console.encoding.startswith("utf")

@@ -94,7 +94,7 @@ class RunDirectory:
             make_folder(self.path, 0o700)  # plan and logs may hold what a plugin was given as a secret
             self._lock.take()
             try:
-                for folder in (self.samples, self.logs, self.debug):
+                for folder in (self.samples, self.logs):
                     make_folder(folder)
                 self._sweep()
             except BaseException:

@@ -28,8 +28,8 @@ class LossInputs:
 
     Args:
         log_probs: [N] of the policy being trained, temperature-scaled, with gradient.
-        entropy: [N] of the same distribution; has a gradient only when the entropy coefficient is not 0. None when
-            nobody asked for it.
+        entropy: [N] of the same distribution; None without `observe_training_entropy` or an entropy coefficient, which
+            gives it a gradient.
         old_log_probs: [N] denominator of the ratio (recomputed, the engine's, or log_probs detached).
         rollout_log_probs: [N] as the engine reported them.
         ref_log_probs: [N] of the reference model, or None.

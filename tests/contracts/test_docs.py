@@ -125,6 +125,12 @@ def test_the_page_of_contracts_is_what_the_code_says():
     assert {hook for hook, _ in made.PARTS.values()} == parts
 
 
+def test_names_in_tables_of_the_site_break_at_their_joints_and_nothing_else_does():
+    outside = import_file(ROOT / "docs" / "outside.py")
+    page = "<p><code>a_b</code></p><tr><td>c_d <code>num_layers</code></td><th><code>._e a.b</code></th></tr>"
+    assert outside.on_page_content(page) == page.replace("num_", "num_<wbr>").replace("a.b", "a.<wbr>b")
+
+
 def test_make_commands_of_the_readme_are_there():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set(re.findall(r"\bmake\s+([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))

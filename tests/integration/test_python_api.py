@@ -25,4 +25,4 @@ def test_the_page_runs_from_its_plan_to_its_record(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[0] == "8 --num-rollout" and "grpo" in lines[1], done.stdout
-    assert lines[-2:] == ["option-out-of-range", "0 2 True"], done.stdout
+    assert lines[-3:] == ["option-out-of-range", "0 2 True", "2 32 4"], done.stdout

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
+from miles_report.commands.doctor import fitted
 from miles_report.commands.report import report
 from miles_report.page import FOLDER, render
 from miles_report.page.document import Limits
@@ -59,6 +60,27 @@ def data_of(path) -> tuple[dict, Page]:
     return json.loads(page.scripts[0], parse_constant=pytest.fail), page
 
 
+def test_a_terminal_gets_the_doctors_lines_between_words_and_a_program_whole(monkeypatch):
+    line = "  do     " + "free some space; " * 9
+    assert fitted(line) == line
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    first, *others = fitted(line).splitlines()
+    assert first.startswith("  do     free") and all(one.startswith(" " * 9 + "f") and len(one) <= 60 for one in others)
+
+
+def test_other_runs_are_drawn_beside(run, tmp_path):
+    with RunDirectory(tmp_path / "other") as directory:
+        log = EventLog(directory.events)
+        log.run_start("0", {})
+        log.metrics(0, {"rollout/raw_reward": 0.5})
+        log.close()
+    path = write_report(run, tmp_path / "page.html", against=[tmp_path / "other"])
+    assert data_of(path)[0]["against"] == [{"name": "other", "curves": {"rollout/raw_reward": {"x": [0], "y": [0.5]}}}]
+    with pytest.raises(RunDirectoryError):
+        write_report(run, against=[tmp_path / "none"])
+
+
 def test_the_page_of_a_run(run):
     data, page = data_of(write_report(run))
     assert data["run"]["status"] == "completed" and data["run"]["done"] == data["run"]["total"] == 60
@@ -68,6 +90,7 @@ def test_the_page_of_a_run(run):
     curve = data["curves"]["rollout/raw_reward"]
     assert curve["x"] == list(range(60)) and len(curve["y"]) == 60
     assert data["curves"]["train/grad_norm"]["y"][41] is None
+    assert data["against"] == []
     stages = set().union(*(bar["took"] for bar in data["stages"]))
     assert stages == {"rollout", "score", "train", "sync", "other"}
     assert [(bar["from"], bar["to"]) for bar in data["stages"]] == [(at, at) for at in range(60)]
@@ -135,7 +158,7 @@ def test_the_page_is_bounded_and_says_what_was_left_out(run):
     assert all(indices == list(range(8)) for indices in whole), "whole groups"
     assert len(data["curves"]["rollout/raw_reward"]["x"]) <= 16
     notes = " ".join(data["notes"])
-    for words in ("8 of 66 recorded", "64 of the 368 samples", "responses are cut after 3 tokens", "older messages"):
+    for words in ("8 of 66 recorded", "64 of 368 samples", "responses are cut after 3 tokens", "older messages"):
         assert words in notes, words
     tiny, _ = data_of(write_report(run, limits=Limits(megabytes=0)))
     assert {len(file["samples"]) for file in tiny["samples"]} == {1}

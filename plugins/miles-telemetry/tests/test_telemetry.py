@@ -45,6 +45,17 @@ def test_a_port_that_is_taken_is_named():
             Endpoint("127.0.0.1", port, "demo")
 
 
+def test_a_free_port_is_named_in_the_run_directory_while_the_run_lives(tmp_path):
+    plugin, file = Telemetry(TelemetryOptions(port=0)), tmp_path / "prometheus.json"
+    plugin.begin(PLAN, "a1b2", None, tmp_path)
+    plugin.metrics(4, {"train/loss": 0.25})
+    [target] = json.loads(file.read_text())
+    [address] = target["targets"]
+    assert fetch(int(address.removeprefix("127.0.0.1:")))['miles_train_loss{run="demo"}'] == 0.25
+    plugin.finish("completed")
+    assert not file.exists()
+
+
 def test_names_are_those_that_prometheus_allows():
     assert gauge_name("eval/sums/pass@4") == "miles_eval_sums_pass_4"
 

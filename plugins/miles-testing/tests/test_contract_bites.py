@@ -196,13 +196,14 @@ def test_a_broken_plugin_is_caught(case, contract):
         getattr(broken, check)()
 
 
-def test_a_package_whose_manifest_was_not_written_anew_is_caught(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "editable"), [("drifting", False), ("edited", True)])
+def test_a_package_whose_manifest_was_not_written_anew_is_caught(tmp_path, monkeypatch, name, editable):
     monkeypatch.syspath_prepend(str(tmp_path))
-    source = install(tmp_path, "drifting") / "plugin.py"
-    plugin_contract("drifting")().test_manifest_matches_code()
+    source = install(tmp_path, name, editable=editable) / "plugin.py"
+    plugin_contract(name)().test_manifest_matches_code()
     source.write_text(source.read_text().replace("Offers the reward", "No longer offers the reward"))
     with pytest.raises(AssertionError, match="not what plugin.py says; run `miles plugins manifest --write`"):
-        plugin_contract("drifting")().test_manifest_matches_code()
+        plugin_contract(name)().test_manifest_matches_code()
 
 
 def test_every_check_has_a_plugin_that_it_catches():

@@ -112,13 +112,24 @@ def test_the_contract_is_all_properties_but_those_that_are_left_out(monkeypatch)
     with pytest.raises(AssertionError, match="a NaN log-prob"):  # by the last one, so the others hold
         loss_contract(BROKEN["a NaN log-prob of a trained token does not show"][1], examples=1)
     asked = []
-    monkeypatch.setattr(losses, "holds", lambda property, loss, examples: asked.append(property.__name__))
+    monkeypatch.setattr(losses, "holds", lambda property, *_: asked.append(property.__name__))
     for arguments, less in (({}, set()), ({"stops_gradient": True}, {"gradients_are_finite_differences"}),
                             ({"uses_advantages": False}, {"a_ratio_of_one_is_the_policy_gradient",
                                                           "no_advantage_is_no_gradient"})):
         asked.clear()
         loss_contract(surrogate, **arguments)
         assert set(asked) == {one.__name__ for one in PROPERTIES} - less
+
+
+def test_a_loss_may_read_the_entropy():
+    def wider(inputs):
+        entropy = torch.where(inputs.mask > 0, inputs.entropy, 0.0)
+        band = 1 + inputs.eps_clip_high * (1 + entropy)
+        return surrogate(inputs).clamp(min=-10), {"band": band * inputs.mask}
+
+    loss_contract(wider, uses_entropy=True, examples=2)
+    with pytest.raises(AssertionError, match="a masked row has a loss"):  # 0 times a NaN
+        loss_contract(beside(lambda value, i: value * i.entropy.mean()), uses_entropy=True, examples=2)
 
 
 def test_a_loss_that_raises_on_one_rank_does_not_hang_the_others():

@@ -9,6 +9,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from miles_core.cli import cli
+from tests.unit.plugins.installed import install
 
 
 def complete(*words: str) -> dict[str, str | None]:
@@ -72,6 +73,12 @@ def test_values():
     assert set(complete("run", "--kl-loss-type", "k")) == {"k1", "k2", "k3"}
     assert {"grpo", "gspo", "cispo", "rloo", "sft"} <= set(complete("run", "--advantage-estimator", ""))
     assert "dapo-filter" in complete("run", "demo.toml", "--plugin", "da")
+
+
+def test_names_that_installed_plugins_of_others_offer(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "theirs")
+    assert "theirs-reward" in complete("run", "--rm-type", "the")
 
 
 def test_anything_else_is_a_file():

@@ -129,6 +129,7 @@ def test_the_panel_shows_the_run(live):
 def test_a_panel_of_80_columns_hides_no_figure(live):
     view, terminal = live(width=80)
     view.start({"run": "demo"}, 20)
+    view.message("info", "words " * 20)
     for rollout_id in range(12):
         view.rollout(rollout_id, METRICS)
     for name in ("first", "second", "third"):
@@ -139,6 +140,8 @@ def test_a_panel_of_80_columns_hides_no_figure(live):
     assert {len(line) for line in last.splitlines()} <= {0, 80} and "…" not in last
     for word in ("clipfrac", "second", "third"):
         assert word in last, word
+    assert text.split().count("words") == 20
+    assert re.search(r"clipfrac \d", last)  # no line ends between a name and its figure
 
 
 def test_a_narrow_panel(live):

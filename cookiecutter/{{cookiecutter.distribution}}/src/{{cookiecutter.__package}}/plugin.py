@@ -31,7 +31,7 @@ class {{ cookiecutter.__class }}:
 
 from __future__ import annotations
 
-{% set named = namespace(imports=[], packages=[]) -%}
+{% set named = namespace(imports=[['typing', 'Any']] if cookiecutter.state == 'yes' else [], packages=[]) -%}
 {% for hook in chosen -%}
 {% set named.imports = named.imports + STUBS[hook].imports -%}
 {% set named.packages = named.packages + STUBS[hook].packages -%}
@@ -39,9 +39,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 {%- if named.imports or named.packages %}
 from typing import TYPE_CHECKING
-{%- endif %}
-{%- if cookiecutter.state == 'yes' %}
-from typing import Any as Json
 {%- endif %}
 
 from miles_core import hookimpl, option
@@ -80,11 +77,11 @@ class {{ cookiecutter.__class }}:
 {%- if cookiecutter.state == 'yes' %}
         self.count = 0
 
-    def state_dict(self) -> dict[str, Json]:
+    def state_dict(self) -> dict[str, Any]:
         """State for checkpoints, as plain data."""
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, Json]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.count = state["count"]
 {%- endif %}

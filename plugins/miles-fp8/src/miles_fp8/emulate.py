@@ -22,13 +22,14 @@ from miles_megatron.substitute import substitute
 from miles_megatron.weights import global_parameters, instances
 
 from miles_fp8 import nvfp4
-from miles_fp8.precisions import RecipeConfig, emulated
+from miles_fp8.precisions import emulated
 from miles_fp8.recipe import NVFP4, ROWS, Tiles, tiles
 from miles_fp8.rounding import rounded
 
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.quantization.quant_config import RecipeConfig  # noqa: E402 - after install()
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402 - after install()
 
 logger = logging.getLogger(__name__)

@@ -68,7 +68,7 @@ class Target:
         """Of the adapters: A of each part and then B."""
         from miles_megatron.tensor_merges import STACKED, stacks  # has torch, which a plan does without
 
-        rules = []
+        rules: list[Rule] = []
         for number, (part, name) in enumerate(zip(self.parts, self.rule.hf, strict=True)):
             if part not in self.adapted:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ class TelemetryOptions:
         True, "Show the latest metrics to Prometheus; --no-use-prometheus for spans alone.",
         flags=("--use-prometheus",), off=("--no-use-prometheus",),
     )
-    port: int = option(9090, "Port of the endpoint; 0 for a free one.", flags=("--prometheus-port",), within=(0, 65535))
+    port: int = option(
+        9090, "Port of the endpoint; 0 for a free one, which prometheus.json in the run's folder names.",
+        flags=("--prometheus-port",), within=(0, 65535))
     host: str = option("127.0.0.1", "Address that the endpoint listens on; anybody who reaches it may read it.")
     run_name: str | None = option(
         None, "Label `run` of every figure; default: the run file's name.", flags=("--prometheus-run-name",)
@@ -43,6 +46,7 @@ class Telemetry:
     def __init__(self, options: TelemetryOptions):
         self.options = options
         self._endpoint: Endpoint | None = None
+        self._targets: Path | None = None
         self._spans: Spans | None = None
 
     @hookimpl
@@ -64,6 +68,8 @@ class Telemetry:
             self._spans = opened(sinks, plan, run_id, resumed_from)
         if options.use_prometheus:
             self._endpoint = Endpoint(options.host, options.port, options.run_name or plan["name"])
+            self._targets = Path(run_dir, "prometheus.json")  # for Prometheus's file_sd_configs
+            self._targets.write_text(json.dumps([{"targets": [f"{options.host}:{self._endpoint.port}"]}]))
 
     @hookimpl
     def metrics(self, rollout_id: int, values: dict[str, float]) -> None:
@@ -80,5 +86,7 @@ class Telemetry:
         spans, self._spans = self._spans, None
         if endpoint is not None:
             endpoint.close()
+        if self._targets is not None:
+            self._targets.unlink(missing_ok=True)
         if spans is not None:
             spans.close(status)

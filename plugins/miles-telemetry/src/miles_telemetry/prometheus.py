@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
-
-logger = logging.getLogger(__name__)
 
 
 class Endpoint:
@@ -28,10 +25,9 @@ class Endpoint:
         try:
             self._server, self._thread = start_http_server(port, host, self._registry)
         except OSError as error:
-            raise OSError(f"Prometheus's endpoint cannot listen on {host}:{port}, telemetry.port: {error.strerror}"
-                          ) from error
+            raise OSError(f"Prometheus cannot fetch from {host}:{port}, telemetry.port ({error.strerror}; "
+                          "--prometheus-port 0 takes a free one)") from error
         self.port = self._server.server_port
-        logger.info("metrics for Prometheus: http://%s:%s/metrics", host, self.port)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Replace the figures of these names. What a rollout has no longer, such as a reason for drops, goes; an

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for checkers of types, which do not see what __getattr__ gi
     from miles_testing.generators import generator_contract
     from miles_testing.losses import loss_contract
     from miles_testing.rewards import reward_contract
-    from miles_testing.runs import toy_run
+    from miles_testing.runs import resume_contract, toy_run
     from miles_testing.sample_inputs import canned_samples
     from miles_testing.syncs import sync_contract
     from miles_testing.tiny import tiny_checkpoint
@@ -33,15 +33,16 @@ _WHERE = {
     "advantage_contract": "advantages", "buffer_contract": "buffers", "canned_samples": "sample_inputs",
     "engine_contract": "engines", "filter_contract": "filters", "generator_contract": "generators",
     "loss_contract": "losses", "make_batch": "batches", "make_sample": "batches",
-    "plugin_contract": "contract", "reward_contract": "rewards", "sync_contract": "syncs", "tiny_checkpoint": "tiny",
-    "toy_group": "toy", "toy_run": "runs", "trainer_contract": "trainers",
+    "plugin_contract": "contract", "resume_contract": "runs", "reward_contract": "rewards", "sync_contract": "syncs",
+    "tiny_checkpoint": "tiny", "toy_group": "toy", "toy_run": "runs", "trainer_contract": "trainers",
 }  # fmt: skip
 """Name -> module of this package that has it."""
 
 __all__ = [
     "advantage_contract", "buffer_contract", "canned_samples", "engine_contract", "filter_contract",
     "generator_contract", "loss_contract", "make_batch", "make_sample", "plugin_contract",
-    "reward_contract", "sync_contract", "tiny_checkpoint", "toy_group", "toy_run", "trainer_contract",
+    "resume_contract", "reward_contract", "sync_contract", "tiny_checkpoint", "toy_group", "toy_run",
+    "trainer_contract",
 ]  # fmt: skip
 
 

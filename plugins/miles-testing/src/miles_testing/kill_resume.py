@@ -291,4 +291,7 @@ def _digests(root: Path, paths: Iterator[Path]) -> dict[str, str]:
 
 def _first_difference(ours: dict[int, Any], theirs: dict[int, Any]) -> str:
     key = next(key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
-    return f"rollout {key}: {ours.get(key)} instead of {theirs.get(key)}"
+    mine, other = ours.get(key, {}), theirs.get(key, {})
+    lines = [f"{name} {mine.get(name)} instead of {other.get(name)}" for name in dict.fromkeys((*other, *mine))
+             if mine.get(name) != other.get(name)]
+    return f"rollout {key}: {', '.join(lines)}"

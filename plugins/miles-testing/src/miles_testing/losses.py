@@ -39,6 +39,7 @@ class Case:
         sample: which sample each row belongs to, from 0 on.
         weights: one number per sample, of the reduction.
         dual: the dual-clip constant.
+        entropy: of the current policy, where the loss reads it.
     """
 
     log_probs: np.ndarray
@@ -50,10 +51,16 @@ class Case:
     sample: np.ndarray
     weights: np.ndarray
     dual: float | None = None
+    entropy: np.ndarray | None = None
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of the arrays that may hold anything where the mask is 0."""
+        return ROWS if self.entropy is None else (*ROWS, "entropy")
 
     def at(self, rows: np.ndarray) -> Case:
         """The case of some of its rows."""
-        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in (*ROWS, "mask", "sample")})
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in (*self.rows, "mask", "sample")})
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Outcome:
     metrics: dict[str, np.ndarray]
 
 
-def make_case(lengths: Sequence[int], seed: int, dual: float | None = None) -> Case:
+def make_case(lengths: Sequence[int], seed: int, dual: float | None = None, entropy: bool = False) -> Case:
     """Samples of these lengths; log-ratios spread over both sides of the clip band, a third of the rows masked."""
     draw = np.random.default_rng(seed)
     size, sample = sum(lengths), np.repeat(np.arange(len(lengths)), lengths)
@@ -74,14 +81,14 @@ def make_case(lengths: Sequence[int], seed: int, dual: float | None = None) -> C
         log_probs=old + draw.normal(0, 0.5, size), old=old, engine=old + draw.normal(0, 0.2, size),
         reference=old + draw.normal(0, 0.3, size), advantages=draw.normal(0, 1, len(lengths))[sample],
         mask=(draw.random(size) > 1 / 3).astype(float), sample=sample, weights=draw.uniform(0.1, 1, len(lengths)),
-        dual=dual,
+        dual=dual, entropy=draw.uniform(0.01, 3, size) if entropy else None,
     )  # fmt: skip
 
 
-def cases() -> st.SearchStrategy[Case]:
+def cases(entropy: bool = False) -> st.SearchStrategy[Case]:
     """Cases of one to four samples of one to five tokens."""
     lengths = st.lists(st.integers(1, 5), min_size=1, max_size=4)
-    return st.builds(make_case, lengths, st.integers(0, 2**32 - 1), st.sampled_from([None, 1.7]))
+    return st.builds(make_case, lengths, st.integers(0, 2**32 - 1), st.sampled_from([None, 1.7]), st.just(entropy))
 
 
 def evaluate(loss: PolicyLoss, case: Case, parts: Sequence[Sequence[np.ndarray]] | None = None) -> Outcome:
@@ -109,10 +116,10 @@ def evaluate(loss: PolicyLoss, case: Case, parts: Sequence[Sequence[np.ndarray]]
 
 def inputs_of(case: Case, log_probs: torch.Tensor, segment_sum: Callable[..., Any] | None = None) -> LossInputs:
     """LossInputs of all rows of a case, with the default clip band."""
-    rows = {name: torch.as_tensor(getattr(case, name)) for name in (*ROWS, "mask", "sample")}
+    rows = {name: torch.as_tensor(getattr(case, name)) for name in (*case.rows, "mask", "sample")}
     local = _local_sum(rows["sample"], len(case.weights))
     return LossInputs(
-        log_probs=log_probs, entropy=None, old_log_probs=rows["old"], rollout_log_probs=rows["engine"],
+        log_probs=log_probs, entropy=rows.get("entropy"), old_log_probs=rows["old"], rollout_log_probs=rows["engine"],
         ref_log_probs=rows["reference"], advantages=rows["advantages"], mask=rows["mask"], sample=rows["sample"],
         segment_sum=segment_sum or local, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=case.dual,
         rows={"log_probs": rows["old"]},
@@ -165,7 +172,7 @@ def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
     """A row whose mask is 0 has no loss and no gradient and reaches no other row, whatever it holds."""
     masked = case.mask == 0
     poison = np.resize([np.nan, np.inf, -np.inf], len(masked))
-    rows: dict[str, Any] = {name: np.where(masked, poison, getattr(case, name)) for name in ROWS}
+    rows: dict[str, Any] = {name: np.where(masked, poison, getattr(case, name)) for name in case.rows}
     poisoned = dataclasses.replace(case, **rows)
     clean, dirty = evaluate(loss, case), evaluate(loss, poisoned)
     assert not dirty.values[masked].any(), "a masked row has a loss"
@@ -178,7 +185,7 @@ def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
 
 def a_masked_sample_changes_nothing(loss: PolicyLoss, case: Case) -> None:
     """A sample without a trained token leaves the loss, gradient and metrics of all others as they are."""
-    more: dict[str, Any] = {name: np.append(getattr(case, name), [-1.0, -3.0]) for name in ROWS}
+    more: dict[str, Any] = {name: np.append(getattr(case, name), [-1.0, -3.0]) for name in case.rows}
     wider = dataclasses.replace(
         case, **more, mask=np.append(case.mask, [0.0, 0.0]), weights=np.append(case.weights, 1.0),
         sample=np.append(case.sample, [len(case.weights)] * 2),
@@ -252,11 +259,12 @@ PROPERTIES = (
 )  # fmt: skip
 
 
-def holds(property: Callable[[PolicyLoss, Case], None], loss: PolicyLoss, examples: int = 20) -> None:
+def holds(property: Callable[[PolicyLoss, Case], None], loss: PolicyLoss, examples: int = 20,
+          entropy: bool = False) -> None:
     """Run one property on generated cases, the same ones every time."""
 
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(cases())
+    @given(cases(entropy))
     def check(case: Case) -> None:
         property(loss, case)
 
@@ -264,15 +272,16 @@ def holds(property: Callable[[PolicyLoss, Case], None], loss: PolicyLoss, exampl
 
 
 def loss_contract(loss: PolicyLoss, *, stops_gradient: bool = False, uses_advantages: bool = True,
-                  examples: int = 20) -> None:
+                  uses_entropy: bool = False, examples: int = 20) -> None:
     """Every property that a policy loss has to have.
 
     Args:
         stops_gradient: the loss detaches part of itself, as CISPO does, so its gradient is not that of its value.
         uses_advantages: False for supervised losses.
+        uses_entropy: the loss reads `inputs.entropy`; its plugin implies `algorithm.observe_training_entropy`.
     """
     left_out = {gradients_are_finite_differences} if stops_gradient else set()
     left_out |= set() if uses_advantages else {a_ratio_of_one_is_the_policy_gradient, no_advantage_is_no_gradient}
     for property in PROPERTIES:
         if property not in left_out:
-            holds(property, loss, examples)
+            holds(property, loss, examples, uses_entropy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -86,11 +87,13 @@ class PluginUnderTest:
         Args:
             all: also what is left out, because it needs what is not there.
         """
-        without = frozenset() if all else self.without
+        without, algorithm = frozenset() if all else self.without, self.plan.config.algorithm
+        measured = algorithm.observe_training_entropy or algorithm.entropy_coef != 0
+        inputs = dataclasses.replace(self.inputs, entropy=measured)
         for hook in (hook for hook in sample_inputs.HOOKS if hook not in without):
             parts = sample_inputs.callables(roles[all_specs()[hook].role], hook)
             for name, bound in ((name, bound) for name, bound in parts.items() if f"{hook}:{name}" not in without):
-                for one in self.inputs.of(hook):
+                for one in inputs.of(hook):
                     yield f"{hook} {name!r} ({one.kind})", functools.partial(sample_inputs.call, hook, bound), one
 
     def answers(self, roles: Mapping[str, Hooks]) -> list[tuple[str, object]]:

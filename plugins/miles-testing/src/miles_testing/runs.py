@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_core.plugins.plan import prepare
 from miles_core.plugins.select import select
 from miles_testing.forked import miles
 from miles_testing.tiny import run_file
@@ -72,7 +73,33 @@ def toy_run(plugins: Sequence[str | Path] = (), *, steps: int = 2, options: Mapp
     if outcome.code:
         raise AssertionError(f"the toy run ended with {outcome.code} after {outcome.seconds:.1f} s\n"
                              f"{outcome.out}\n{outcome.err}")
-    lines = (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
-    return ToyRun([event["metrics"] for event in events if event["event"] == "metrics"], events, folder / "run",
+    written = folder / (prepare(path, list(flags)).config.checkpoint.run_dir or "run")  # the flags may name another
+    events = [json.loads(line) for line in (written / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return ToyRun([event["metrics"] for event in events if event["event"] == "metrics"], events, written,
                   outcome.out, outcome.seconds)
+
+
+def resume_contract(plugins: Sequence[str | Path] = (), *, steps: int = 3, **arguments: Any) -> None:
+    """A toy run that ends after every rollout and is resumed is, to the bit, the one that went through.
+
+    Args:
+        arguments: further ones of `toy_run`.
+
+    Raises:
+        AssertionError: metrics, samples, weights or evaluations that differ.
+    """
+    from miles_testing.kill_resume import problems
+
+    folder, flags = Path(tempfile.mkdtemp(prefix="miles-toy-")), list(arguments.pop("flags", ()))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    def start(run: Path, *more: str) -> None:
+        where = ["--run-dir", str(run), "--save", f"{run}/checkpoints", "--load", f"{run}/checkpoints"]
+        toy_run(plugins, steps=steps, flags=[*flags, *where, "--save-interval", "1", *more], **arguments)
+
+    start(folder / "through")
+    for _ in range(steps):
+        start(folder / "resumed", "--debug-exit-after-rollout", "1")
+    wrong = problems(folder / "resumed", folder / "through", rollouts=steps, ends=steps)
+    if wrong:
+        raise AssertionError("a run that is resumed after every rollout is another one:\n" + "\n".join(wrong))

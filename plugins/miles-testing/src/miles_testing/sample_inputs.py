@@ -96,11 +96,13 @@ class Inputs:
     Args:
         make: gives the samples, new ones at every call; those of one prompt are a group.
         response: what an engine answered a sample with, for generate_response.
+        entropy: whether the run measures it.
     """
 
     make: Callable[[], list[Sample]] = canned_samples
     response: Callable[[Sample], Any] | None = None
     folder: Path = field(default_factory=Path)
+    entropy: bool = False
 
     def of(self, hook: str) -> Iterator[SampleInput]:
         """New inputs for every way in which a hook is called here."""
@@ -137,7 +139,7 @@ class Inputs:
             return [plan, "canned", None, self.folder]
         if hook == "samples":
             return [4, None, flat, self.folder]
-        inputs = loss_inputs(flat)
+        inputs = loss_inputs(flat, entropy=self.entropy)
         return [_weights(len(inputs.mask)), inputs] if hook == "token_weights" else [inputs]
 
     def _response(self, sample: Sample) -> object:
@@ -175,7 +177,7 @@ def _weights(rows: int) -> object:
     return TokenWeights(torch.ones(rows), torch.ones(rows, dtype=torch.bool), {})
 
 
-def loss_inputs(flat: Sequence[Sample]) -> Any:
+def loss_inputs(flat: Sequence[Sample], *, entropy: bool = False) -> Any:
     """LossInputs of the response tokens of some samples, the first token of each masked."""
     import torch
 
@@ -191,8 +193,8 @@ def loss_inputs(flat: Sequence[Sample]) -> Any:
     mask[(sizes.cumsum(0) - sizes)[sizes > 0]] = 0
     old = rows("log_probs")
     return LossInputs(
-        log_probs=(old + 0.1 * torch.sin(torch.arange(len(old)))).requires_grad_(), entropy=None, old_log_probs=old,
-        rollout_log_probs=rows("rollout_log_probs"), ref_log_probs=rows("ref_log_probs"),
+        log_probs=(old + 0.1 * torch.sin(torch.arange(len(old)))).requires_grad_(), entropy=-old if entropy else None,
+        old_log_probs=old, rollout_log_probs=rows("rollout_log_probs"), ref_log_probs=rows("ref_log_probs"),
         advantages=rows("advantages"), mask=mask, sample=sample,
         segment_sum=lambda values: values.new_zeros(len(flat), *values.shape[1:]).index_add(0, sample, values),
         eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, rows={"log_probs": old, "loss_mask": mask},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 
 import click
@@ -40,13 +43,21 @@ def doctor(run: Path | None, as_json: bool, bundle: Path | None, with_samples: b
     with reading(f"{run}/", RunDirectoryError):
         record = Record.load(run)
         diagnosis = examine(record)
-    click.echo(json.dumps(diagnosis.to_json()) if as_json else "\n".join(diagnosis.text()))
+    click.echo(json.dumps(diagnosis.to_json()) if as_json else "\n".join(map(fitted, diagnosis.text())))
     if bundle is not None:
         from miles_report.doctor.bundle import write_bundle
 
         left = write_bundle(record, diagnosis, bundle, samples=with_samples)
         click.echo(f"Wrote {bundle} ({bundle.stat().st_size / 1e3:.0f} kB). {left}", err=True)
     raise SystemExit(diagnosis.exit_code)
+
+
+def fitted(line: str) -> str:
+    """On a terminal, a line of the answer in lines between whose words it breaks; a program gets it whole."""
+    if not sys.stdout.isatty():
+        return line
+    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 9 if line[:1] == " " else "",
+                         break_long_words=False, break_on_hyphens=False)
 
 
 command = doctor

@@ -5,6 +5,7 @@
     queue      {figure: {x, y}} against unix seconds, from the heartbeats; beat is the last one
     stages     [{from, to, n, took}]: mean seconds per stage of n rollouts
     hooks        [{plugin, hook, calls, seconds, share}]: of the steps' time, the longest first
+    against    [{name, curves}]: other runs, to be compared with
     drops, engines, syncs, log, plan, samples, notes
 
 `document` has all of it. `addition` has the curves, queue, stages and log of a few events only, to be added to what a
@@ -65,6 +66,7 @@ def document(run: RunDirectory, history: History, limits: Limits, status: str) -
     return {
         **_now(run, history, status),
         **_grown(history, log, limits),
+        "against": [],
         "plan": run.plan_text.read_text("utf-8", "replace") if run.plan_text.is_file() else "",
         "notes": [f"{left:,} older messages and checkpoints are left out."] if left > 0 else [],
         "limit": {"points": limits.points, "bars": limits.bars, "messages": limits.messages},

@@ -82,7 +82,7 @@ function nearest(xs, x) {
 const W = 360, H = 160, L = 42, B = 18, T = 8, P = 10, charts = [];
 const across = {low: 0, high: 1};  // the rollouts that all charts span
 function measure() {
-  const ends = Object.values(D.curves).flatMap(c => [c.x[0], c.x[c.x.length - 1]]);
+  const ends = [D, ...D.against].flatMap(run => Object.values(run.curves)).flatMap(c => [c.x[0], c.x[c.x.length - 1]]);
   [across.low, across.high] = [Math.min(0, ...ends), Math.max(1, ...ends)];
 }
 // spec: title, unit, lines() -> [{label, color, x, y, faint, dash}], and at will time (x in seconds), zero (the axis
@@ -96,7 +96,7 @@ function Chart(spec) {
   const show = spec.show || num;
 
   function draw() {
-    lines = spec.lines().filter(line => line.x.length);
+    lines = spec.lines().filter(line => line.x.length > (spec.time ? 1 : 0));  // a moment is no course of time
     node.hidden = !lines.length;
     if (!lines.length) return;
     const weight = +$("smooth").value;
@@ -115,7 +115,7 @@ function Chart(spec) {
       ...marks.map(([v, text]) => svg("text", {x: px(v), y: H - 4, "text-anchor": "middle"}, text)),
       ...(spec.time ? [] : D.run.starts.slice(1).map((s, i) => svg("line", {class: "start", x1: px(s.from), x2: px(s.from), y1: T, y2: H - B},
         svg("title", null, `start ${i + 2}`)))),
-      ...lines.map(stroke), cross = svg("g", {class: "cross", visibility: "hidden"}));
+      ...[...lines].sort((a, b) => !!b.faint - !!a.faint).map(stroke), cross = svg("g", {class: "cross", visibility: "hidden"}));
     mark(at);
   }
   function scale(logged, any) {
@@ -213,5 +213,5 @@ function stack() {
     if (i % every === 0) plot.append(svg("text", {x: left + i * slot + Math.min(wide, 60) / 2, y: h - 5, "text-anchor": "middle"}, String(bin.from)));
   });
   box.replaceChildren(el("div", {class: "legend"}, names.map((s, k) => el("span", null, el("i", {style: `background: ${ink(s)}`}), s,
-    el("b", null, `${(totals[k] / all * 100).toFixed(1)} %  ${span(totals[k])}`)))), plot);
+    el("b", null, `${(totals[k] / all * 100).toFixed(1)} % · ${span(totals[k])}`)))), plot);
 }

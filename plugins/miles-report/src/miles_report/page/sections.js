@@ -12,6 +12,7 @@ function head() {
   else if (R.last) meta.append(fact("last event", `${span(Math.max(0, now() - R.last))} ago`, going() && now() - R.last > 120 ? "late" : null));
   if (LIVE && D.beat && going()) meta.append(fact("heartbeat", `${span(Math.max(0, now() - D.beat.time))} ago`));
   if (R.starts.length > 1) meta.append(fact("starts", `${R.starts.length}, resumed at rollout ` + R.starts.slice(1).map(s => s.from).join(", ")));
+  if (D.against.length) meta.append(fact("against", D.against.map(run => run.name).join(", ")));
   if (R.plan_hash) meta.append(el("span", {title: R.plan_hash}, "plan ", el("code", null, R.plan_hash.slice(0, 16))));
   if (LIVE) meta.append(link.lost ? fact("updates", `lost at ${clock(link.lost)}`, "late")
     : fact("updates", R.status === "completed" ? "ended with the run" : "live"));
@@ -72,7 +73,11 @@ function tiles() {
 
 // ---------------------------------------------------------------------------------------------------------- curves
 const MORE = ["plain", "perf", "train", "sync", "bad", "save"];
-const line = (name, label, color, more) => D.curves[name] ? [{label, color, x: untied(D.curves[name].x), y: D.curves[name].y, ...more}] : [];
+function line(name, label, color, more) {  // and beside it those of the runs that this one is compared with
+  const of = (c, named, look) => c ? [{label: named, color, x: untied(c.x), y: c.y, ...look}] : [], others = more?.faint ? [] : D.against;
+  return [...of(D.curves[name], label ?? (others.length ? D.run.name : null), more),
+    ...others.flatMap(run => of(run.curves[name], [label, run.name].filter(Boolean).join(" · "), {faint: true, dash: "2 2"}))];
+}
 const tail = name => name.split("/").slice(2).join("/");
 function scorers() {  // one scorer is the reward itself
   const names = Object.keys(D.curves).filter(name => name.startsWith("rollout/reward/"));
@@ -168,5 +173,5 @@ function log() {
     el("td", {class: "msg"}, (none(e.rollout) ? "" : `rollout ${e.rollout}: `) + e.text)));
   $("events").replaceChildren(...(rows.length ? rows : [el("tr", null, el("td", null, "Nothing was logged."))]));
   $("plan-text").textContent = D.plan; $("plan").hidden = !D.plan;
-  $("foot").textContent = [LIVE ? "" : `Written on ${when(D.run.written)}.`, ...D.notes].join(" ");
+  $("foot").textContent = [LIVE ? "" : `Written on ${when(D.run.written)}.`, ...D.notes.filter(note => LIVE || note.includes("messages"))].join(" ");
 }
