@@ -101,7 +101,7 @@ def hf_tensors(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap, part:
     return [part.transpose(0, before) for part in parts]
 
 
-def part_of(rule: Rule, tensors: Iterable[torch.Tensor], parameter: torch.nn.Parameter, weight_map: WeightMap
+def part_of(rule: Rule, tensors: Iterable[torch.Tensor], parameter: torch.Tensor, weight_map: WeightMap
             ) -> torch.Tensor:
     """The inverse of `hf_tensors`: what of the whole HF tensors this rank's part of a parameter is."""
     pieces = (piece for number, tensor in enumerate(tensors) for piece in tensor_merges.pieces(rule, tensor, number))
@@ -115,7 +115,7 @@ def _cuts_groups(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> 
     return not tensor_merges.whole_groups(rule, weight_map, _tensor_size(parameter))
 
 
-def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+def _shard(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     size = _tensor_size(parameter)
     return tensor if size == 1 else tensor.chunk(size, parameter.partition_dim)[_tensor_group(parameter).rank()]
 
