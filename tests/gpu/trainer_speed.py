@@ -45,6 +45,12 @@ SHAPES |= {
                                          "num_key_value_heads": 4, "moe_intermediate_size": ffn}
     for hidden, ffn in ((2048, 768), (4096, 1536))
 }
+SHAPES["llama3-1b"] = QWEN3 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
+                               "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
+                               "intermediate_size": 8192, "rope_theta": 500000, "tie_word_embeddings": True}
+SHAPES["qwen2.5-0.5b"] = QWEN3 | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896,
+                                  "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+                                  "head_dim": 64, "intermediate_size": 4864, "tie_word_embeddings": True}
 SHAPES["qwen3-30b-a3b"] = SHAPES["moe-2048"] | {"num_hidden_layers": 48, "num_experts": 128, "intermediate_size": 6144}
 """moe-2048 has the layers of Qwen3-30B-A3B with half of its experts, moe-4096 those of Qwen3-235B-A22B."""
 

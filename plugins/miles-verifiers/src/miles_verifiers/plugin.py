@@ -82,8 +82,9 @@ class Verifiers:
 
     async def _play(self, asked: Task, address: str) -> dict[str, float]:
         meant = asked.metadata[NAME]
-        async with self._reading:  # tasks are read once more here: prompts are another role's, with a plugin of its own
-            await asyncio.to_thread(self.rows, meant["path"], None)
+        if meant["path"] not in self._rows:  # read once more: who reads prompts is another instance of this plugin
+            async with self._reading:
+                await asyncio.to_thread(self.rows, meant["path"], None)
         task = self._rows[meant["path"]].tasks[meant["row"]]
         return await self._environments.play(meant["env"], task, f"{address}/v1")
 
