@@ -302,9 +302,10 @@ def _fit(column: Column, array: np.ndarray, sample: Sample, values: bool) -> np.
     rank = len(column.axes) + (rows is not None)
     if array.ndim != rank or (rows is not None and len(array) != rows):
         expected = ([rows] if rows is not None else []) + list(column.axes)
-        raise ColumnError(f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
-                          code="column-shape", got=list(array.shape), who=column.owner, fix="return one row per " + {
-                              "prediction": "token but the last"}.get(column.align, column.align))
+        raise ColumnError(
+            f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
+            code="column-shape", got=list(array.shape), who=column.owner,
+            fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align))
     if values and array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ColumnError(f"column {column.name!r} of {sample.name} contains NaN or infinity", code="column-not-finite",
                           who=column.owner, fix="find out why the engine or plugin produced it")

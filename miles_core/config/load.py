@@ -237,7 +237,8 @@ def quantised(config: RunConfig) -> str | None:
 
 def _with_model_name(config: RunConfig) -> RunConfig:
     """The architecture that config.json names, so that its plugin is known; a script may leave its underscores out."""
-    path, name = config_json(config)[0], (config_json(config)[1] or {}).get("model_type")
+    path, constants = config_json(config)
+    name = (constants or {}).get("model_type")
     if not isinstance(name, str) or config.model.model_name not in (None, name.replace("_", "")):
         return config
     return with_values(config, str(path), model__model_name=name)
