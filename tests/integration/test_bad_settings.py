@@ -76,7 +76,7 @@ def test_run_file_that_cannot_be_read(place):
     place.file = "nowhere.toml"
     place.refuses(2, "nowhere.toml: ... [run-file-missing]")
     place.file = "."
-    place.refuses(2, "the run file is a folder ... .toml")
+    place.refuses(2, "(got Is a directory) ... .toml ... [run-file-unreadable]")
     (place.path / "latin.toml").write_bytes(b"# caf\xe9\n")
     place.file = "latin.toml"
     place.refuses(2, "latin.toml: ... [run-file-not-toml]")

@@ -58,7 +58,8 @@ def test_a_flag_that_stands_for_options_sets_them_all_and_yields_to_theirs(flag)
     assert {key: value_of(config, key) for key in wanted} == wanted
     for key, value in wanted.items():
         named = f"--{OPTIONS[key].name.replace('_', '-')}"
-        other = next((str(choice) for choice in OPTIONS[key].choices if choice != value), "7")
+        least, most = (*OPTIONS[key].within, 7, 7)[:2]
+        other = next((str(choice) for choice in OPTIONS[key].choices if choice != value), str(min(max(least, 7), most)))
         words = [str(not value).lower()] if OPTIONS[key].is_bool else [other]
         for argv in ([flag, named, *words], [named, *words, flag]):
             assert value_of(load(None, argv).config, key) != value, argv
@@ -83,7 +84,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
+    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engines of training"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--algorithm.gae-lambda", "1"], "write --lambd"), (["--lr", "1e-6", "-use-tis"], "write --use-tis"),
 ])  # fmt: skip
