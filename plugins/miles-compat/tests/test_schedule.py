@@ -109,9 +109,7 @@ def test_groups_that_are_being_scored_are_drawn_again_by_a_resumed_run():
         slots.extend(slot(schedule, places.next(), engine, then=scored) for _ in range(2))
         await slot(schedule, places.next(), engine)
 
-    args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=1, debug_rollout_only=False,
-                           debug_train_only=False, reward_key="score", n_samples_per_prompt=1, buffer_filter_path=None,
-                           apply_chat_template=False)
+    args = arguments(max_lag=1, n_samples_per_prompt=1, buffer_filter_path=None, apply_chat_template=False)
     slots, scored, places = [], asyncio.Event(), Places(Numbers(), 2)
     schedule = Schedule(rollout, args, places, lambda args: RolloutDataSourceWithBuffer(args, places.inner),
                         lambda name, value: None)
@@ -128,8 +126,7 @@ def test_calls_of_one_rollout_draw_different_numbers():
         return [[sample([1, 2], 1, [0], group_index=None, prompt="", label=None)]]
 
     async def sampled():
-        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
-                               debug_train_only=False, reward_key="score")
+        args = arguments()
         places = Places(Numbers(), 4)
         schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: None)
         for _ in range(3):
@@ -148,8 +145,7 @@ def test_samples_of_one_rollout_id_are_one_rollout(executions, rollouts):
         return sample([1, 2], 1, [0], group_index=None, prompt="", label=None, rollout_id=rollout_id)
 
     async def sampled():
-        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
-                               debug_train_only=False, reward_key="score")
+        args = arguments()
         places = Places(Numbers(), 1)
         groups = [[list(map(one, ids)) if isinstance(ids, list) else one(ids) for ids in executions]]
         schedule = Schedule(lambda given: groups, args, places, lambda args: None, lambda name, value: None)
@@ -164,6 +160,12 @@ def test_passes_over_a_dataset_that_is_not_there_cannot_be_counted():
     with pytest.raises(ConfigError) as caught:
         len(Places(NoPrompts(), 4))
     assert caught.value.code == "num-epoch-without-dataset"
+
+
+def arguments(**more):
+    """What a schedule reads of Miles's arguments."""
+    return SimpleNamespace(**{"rollout_seed": 0, "rollout_max_context_len": 8, "max_lag": 0, "reward_key": "score",
+                              "debug_rollout_only": False, "debug_train_only": False} | more)
 
 
 def answer(context, ids):
@@ -231,8 +233,7 @@ def test_a_rollout_is_named_by_its_own_number_after_drops():
         return [[sample([1, 2], 1, [0], group_index=None, prompt="", label=None)]]
 
     async def sampled():
-        args = SimpleNamespace(rollout_seed=0, rollout_max_context_len=8, max_lag=0, debug_rollout_only=False,
-                               debug_train_only=False, reward_key="score")
+        args = arguments()
         places = Places(Numbers(), 1)
         schedule = Schedule(rollout, args, places, lambda args: None, lambda name, value: None)
         for version in (1, 1, 1, 2):

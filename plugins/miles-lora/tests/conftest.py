@@ -115,3 +115,22 @@ def merged(checkpoint, adapter, convert, tmp_path):
         return out
 
     return make
+
+
+@pytest.fixture
+def export():
+    """(plan, folder): what the trainer of a plan writes with --save-hf."""
+    def write(plan, folder):
+        from miles_megatron import cpu
+
+        from miles_core.build import trainer_part
+        from miles_core.types import Rank
+
+        trainer = trainer_part(plan.selected, plan.config, Rank())
+        try:
+            trainer.load()
+            trainer.export(folder)
+        finally:
+            cpu.leave()
+
+    return write

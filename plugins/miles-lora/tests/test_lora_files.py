@@ -14,16 +14,13 @@ from miles_lora.merging import Base, merged
 from miles_lora.plugin import Lora, LoraOptions
 from miles_lora.served import modules
 from miles_lora.targets import INSIDE, added, alone, names_of, targets
-from miles_megatron import cpu
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.testing.ranks import batches
 from miles_testing.forked import miles
 from safetensors.torch import load_file
 
-from miles_core.build import trainer_part
 from miles_core.config.tables import Perf, Rollout, RunConfig
 from miles_core.errors import CheckpointError, ConfigError, SyncError
-from miles_core.types import Rank
 
 ROOT = Path(__file__).parents[3]
 LORA = ("--lora-rank", 4, "--lora-alpha", 12)
@@ -43,21 +40,11 @@ def logits(model):
         return model(torch.arange(3, 40)[None]).logits[0]
 
 
-def export(plan, folder):
-    """What the trainer of a plan writes with --save-hf."""
-    trainer = trainer_part(plan.selected, plan.config, Rank())
-    try:
-        trainer.load()
-        trainer.export(folder)
-    finally:
-        cpu.leave()
-
-
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.full)
                                              for kind in ("tied", "fused", "moe", "sees"))])
-def test_peft_loads_what_a_run_saves_with_the_logits_of_the_merged_model(checkpoint, plan, one, kind, tmp_path):
+def test_peft_loads_what_a_run_saves_with_the_logits_of_the_merged_model(checkpoint, plan, one, export, kind, tmp_path):
     """A trainer's own export: the model and, beside it, the adapters. Of experts PEFT knows no layer one by one; of a
     model that sees, the adapters lie inside of it and its tower has none."""
     import peft as lib
@@ -96,7 +83,7 @@ def test_a_checkpoint_converts_to_a_directory_that_merges_and_loads(checkpoint, 
         convert("hf-to-dist", checkpoint(kind), tmp_path / "no", "--plugin", "lora", "--option", "lora.rank=4")
 
 
-def test_adapters_of_experts_in_one_tensor_merge_as_the_trainer_does(checkpoint, plan, one, convert, tmp_path):
+def test_adapters_of_experts_in_one_tensor_merge_as_the_trainer_does(checkpoint, plan, one, export, convert, tmp_path):
     """To the bit its own export, beside which the adapters lie."""
     base = checkpoint("packed")
     one.train(plan(base, *LORA, "--lr", "3e-2"), batches(2, vocab=264), save=tmp_path / "kept")

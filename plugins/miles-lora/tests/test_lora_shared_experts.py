@@ -119,17 +119,7 @@ def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layou
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def export(plan, folder):
-    """What the trainer of a plan writes with --save-hf."""
-    trainer = trainer_part(plan.selected, plan.config, Rank())
-    try:
-        trainer.load()
-        trainer.export(folder)
-    finally:
-        cpu.leave()
-
-
-def test_a_run_goes_on_and_leaves_what_sglang_reads(checkpoint, plan, one, tmp_path, convert):
+def test_a_run_goes_on_and_leaves_what_sglang_reads(checkpoint, plan, one, export, tmp_path, convert):
     """From fresh adapters: a step, a checkpoint, its export, and the next step from either, as in one go."""
     [first, second], flags = rollouts(2), (*SHARED, "--lr", "3e-2")
     straight = one.train(plan(checkpoint("moe"), *flags), [first, second])["weights"]
