@@ -12,9 +12,10 @@ from typing import Any
 
 import verifiers.v1 as vf
 from openai import APIStatusError, AsyncOpenAI
-from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.compaction import is_context_overflow
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+from miles_verifiers.rows import messages_of
 
 
 class InProcess(vf.Harness[vf.HarnessConfig]):
@@ -32,7 +33,7 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
         wanted = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client, AsyncExitStack() as stack:
             tools, dispatch, servers = await connect_mcp({"mcpServers": wanted}, stack)
-            messages, offered = self._messages(data), {"tools": tools} if tools else {}
+            messages, offered = messages_of(*self.resolve_prompt(data)), {"tools": tools} if tools else {}
             while True:
                 try:
                     completion = await client.chat.completions.create(model=ctx.model, messages=messages, **offered)
@@ -48,13 +49,6 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
                     answer = await _answer(call.function.name, call.function.arguments, dispatch, servers)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-
-    def _messages(self, data: vf.TaskData) -> list[Any]:
-        system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        if isinstance(prompt, str):
-            return [*messages, {"role": "user", "content": prompt}]
-        return [*messages, *(message_to_wire(message) for message in prompt or ())]
 
 
 async def _answer(name: str, arguments: str, dispatch: dict[str, tuple[str, str]], servers: dict[str, Any]) -> Any:

@@ -56,12 +56,17 @@ class TaskRows(list[dict[str, Any]]):
 
 def _prompt(env: vf.Env, data: vf.TaskData, template: bool) -> Any:
     """What the policy sees first, as far as the task alone says it: a harness may add to it."""
-    from verifiers.v1.dialects.chat import message_to_wire
-
     text = data.prompt_text or data.description or data.name or f"task {data.idx}"
     if not template:
         return text
-    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    if data.prompt is None or isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": text}]
-    return [*messages, *(message_to_wire(message) for message in data.prompt)]
+    return messages_of(data.system_prompt, text if data.prompt is None else data.prompt)
+
+
+def messages_of(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """A conversation's first messages; the prompt is the user's text, or messages of verifiers."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    messages = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, *(message_to_wire(message) for message in prompt or ())]
