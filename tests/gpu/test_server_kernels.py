@@ -76,15 +76,31 @@ def test_a_rope_in_one_kernel_is_the_same_bits(server, length, size):
           f"{microseconds(lambda: server.rope(None, q, k, *tables)):.1f} in one kernel")
 
 
-@pytest.mark.parametrize("batch", [1, 64, 256])
-def test_a_token_that_decodes_attends_with_the_bits_of_prefill(server, batch):
-    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+@pytest.mark.parametrize(("batch", "longest", "size"), [
+    *((batch, longest, size) for batch in (1, 64) for longest in (1030, 9000) for size in (64, 80, 128)),
+    (64, 1030, 256), (256, 1030, 128)])  # SGLang's own kernel counts to 2^31
+def test_a_token_that_decodes_attends_with_the_bits_of_prefill(server, batch, longest, size):
+    """Also where the cache has all but some of its tokens; microseconds beside those of SGLang's own kernel."""
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified as theirs
 
-    lengths = torch.randint(1, 1030, (batch,)).tolist()
+    lengths = torch.randint(max(1, longest - 1000), longest, (batch,)).tolist()
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    total, last = sum(lengths), offsets[1:] - 1
-    q, k, v = (drawn(total, heads, 128) for heads in (16, 8, 8))
-    places, packed = torch.arange(total, device="cuda"), torch.empty_like(q)
-    extend_attention_fwd_unified(q, packed, k, v, 1.0, 1.0, offsets, offsets, places, torch.zeros_like(last),
-                                 max(lengths), sm_scale=128**-0.5)
-    assert torch.equal(server.attend(q[last], k, v, offsets, places, 128**-0.5), packed[last])
+    last, scale, places = offsets[1:] - 1, size**-0.5, torch.arange(sum(lengths), device="cuda")
+    q, k, v = (drawn(sum(lengths), heads, size) for heads in (16, 8, 8))
+    packed, again = torch.empty_like(q), torch.empty_like(q)
+    whole = (k, v, 1.0, 1.0, offsets, offsets, places, torch.zeros_like(last), max(lengths))
+    server.prefill(q, packed, *whole, sm_scale=scale)
+    rows = q[last]
+    assert torch.equal(server.decode(rows, k, v, offsets, places, 40960, scale), packed[last])
+    new = [min(length, 1 + number % 70) for number, length in enumerate(lengths)]
+    starts = torch.tensor([0, *new], device="cuda").cumsum(0).int()
+    tails = torch.cat([torch.arange(end - count, end) for end, count in zip(offsets[1:].tolist(), new, strict=True)])
+    some = torch.empty_like(q[tails])
+    server.prefill(q[tails], some, k, v, 1.0, 1.0, starts, offsets, places, offsets.diff() - starts.diff(), max(new),
+                   sm_scale=scale)
+    assert torch.equal(some, packed[tails])
+    print(f"{batch} sequences of {sum(lengths)} keys, heads of {size}: prefill "
+          f"{microseconds(lambda: server.prefill(q, packed, *whole, sm_scale=scale), 2):.0f} us, SGLang's "
+          f"{microseconds(lambda: theirs(q, again, *whole, sm_scale=scale), 2):.0f}; decode "
+          f"{microseconds(lambda: server.decode(rows, k, v, offsets, places, 40960, scale)):.1f} us")
+    assert (packed.float() - again.float()).abs().max() < 0.05

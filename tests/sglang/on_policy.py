@@ -1,5 +1,5 @@
-"""Runs in SGLang's Python under Triton's interpreter: one token by the kernel of prefill, against all rows at once;
-a rope and products in fewer kernels or other blocks, against what they stand in for.
+"""Runs in SGLang's Python under Triton's interpreter: attention of one token against all rows at once, and of both
+against float64; a rope and products in fewer kernels or other blocks, against what they stand in for.
 
 Prints what it found as JSON; test_on_policy.py says what has to be found.
 """
@@ -15,49 +15,79 @@ import sglang_cpu  # noqa: F401 - stands in for the kernels before SGLang is imp
 import torch
 import torch.nn.functional as F
 import triton.runtime.interpreter as interpreter
-from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension/on_policy"))
-from miles_on_policy import attend, blocks, multiply, turn
+from miles_attention import chunks_of, decode, prefill
+from miles_on_policy import blocks, multiply, turn
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 # A tensor core adds up an element alike, however many rows a block has; BLAS for AVX2 does not, so sums are in float64.
 interpreter.np = type("Numpy", (), {**vars(np), "matmul": staticmethod(
     lambda a, b, dtype=np.float32: (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype))})
 
-LENGTHS, HEADS, SHARED, SIZE, SCALE = (1, 65, 130, 17), 4, 2, 16, 0.25
+LENGTHS, HEADS, SHARED, SIZE, SCALE = (1, 65, 530, 17), 4, 2, 24, 0.25
+LONG, NEW = 4500, 3
+"""Keys of a sequence with chunks of two sizes, and how many of its tokens are new."""
 
 
 def main():
     torch.manual_seed(0)
-    rows = sum(LENGTHS)
+    print(json.dumps({"attention": attended(), "long": long(), "rope": turned(), "products": multiplied()}))
+
+
+def drawn(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys, values."""
     q, k, v = (torch.randn(rows, heads, SIZE) for heads in (HEADS, SHARED, SHARED))
+    return q, k, v
+
+
+def prefilled(q, keys, values, starts, offsets, places, prefixes) -> torch.Tensor:
+    out = torch.empty_like(q)
+    longest = int(starts.diff().max())
+    prefill(q, out, keys, values, 1.0, 1.0, starts, offsets, places, prefixes, longest, sm_scale=SCALE)
+    return out
+
+
+def exact(q, k, v) -> torch.Tensor:
+    """Of the last len(q) of len(k) tokens, in float64."""
+    q, k, v = (one.transpose(0, 1).double() for one in (q, k.repeat_interleave(HEADS // SHARED, 1),
+                                                        v.repeat_interleave(HEADS // SHARED, 1)))
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE).transpose(0, 1)
+
+
+def attended() -> dict[str, float]:
+    """Numbers of tokens that decode which are not prefill's, and how far those are from float64."""
+    q, k, v = drawn(sum(LENGTHS))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    packed = torch.empty_like(q)
-    extend_attention_fwd_unified(q, packed, k, v, 1.0, 1.0, offsets, offsets, torch.arange(rows),
-                                 torch.zeros_like(offsets[1:]), max(LENGTHS), sm_scale=SCALE)
-    groups = HEADS // SHARED
-    exact = torch.cat([F.scaled_dot_product_attention(
-        *(one.transpose(0, 1)[None].double() for one in (query, key.repeat_interleave(groups, 1),
-                                                         value.repeat_interleave(groups, 1))),
-        is_causal=True, scale=SCALE)[0].transpose(0, 1)
-        for query, key, value in zip(*(one.split(LENGTHS) for one in (q, k, v)), strict=True)])
-    places = torch.randperm(rows)  # in a cache tokens lie anywhere
+    packed = prefilled(q, k, v, offsets, offsets, torch.arange(len(q)), torch.zeros_like(offsets[1:]))
+    sums = torch.cat([exact(*parts) for parts in zip(*(one.split(LENGTHS) for one in (q, k, v)), strict=True)])
+    places = torch.randperm(len(q))  # in a cache tokens lie anywhere
     keys, values = (torch.empty_like(one).index_copy_(0, places, one) for one in (k, v))
     differ = 0
-    for row in range(0, max(LENGTHS), 8):
+    for row in [*range(0, max(LENGTHS), 31), 255, 256]:
         going = [(start, row) for start, length in zip(offsets.tolist(), LENGTHS, strict=False) if row < length]
         last = torch.tensor([start + row for start, row in going])
         seen = torch.cat([places[start : start + row + 1] for start, row in going])
         counts = torch.tensor([0, *(row + 1 for _, row in going)]).cumsum(0).int()
-        differ += int((attend(q[last], keys, values, counts, seen, SCALE) != packed[last]).sum())
-    print(json.dumps({"rope": turned(), "products": multiplied(), "differ": differ,
-                      "from_exact": float((packed - exact).abs().max())}))
+        differ += int((decode(q[last], keys, values, counts, seen, 1024, SCALE) != packed[last]).sum())
+    return {"differ": differ, "from_exact": float((packed - sums).abs().max())}
+
+
+def long() -> dict[str, float]:
+    """The same of a sequence whose first tokens are in the cache already; `chunks` are those of its keys."""
+    q, k, v = drawn(LONG)
+    places, ends = torch.arange(LONG), torch.tensor([0, LONG], dtype=torch.int32)
+    new = prefilled(q[-NEW:], k, v, torch.tensor([0, NEW], dtype=torch.int32), ends, places,
+                    torch.tensor([LONG - NEW], dtype=torch.int32))
+    one = decode(q[-1:], k, v, ends, places, LONG, SCALE)
+    return {"differ": int((one != new[-1:]).sum()), "from_exact": float((new - exact(q[-NEW:], k, v)).abs().max()),
+            "chunks": chunks_of(LONG)}
 
 
 def turned() -> int:
     """Numbers of a rope in float16 that are not transformers', which rounds each product and each sum."""
-    q, k, cos, sin = (torch.randn(1, 5, *heads, SIZE).half() for heads in ((HEADS,), (SHARED,), (), ()))
+    q, k, cos, sin = (torch.randn(1, 5, *heads, 16).half() for heads in ((HEADS,), (SHARED,), (), ()))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     pairs = zip((q, k), apply_rotary_pos_emb(q, k, cos, sin), strict=True)
     return sum(int((turn(rows[0], cos[0], sin[0]) != theirs[0]).sum()) for rows, theirs in pairs)

@@ -14,9 +14,15 @@ from conftest import ROOT, serving
 TEMPERATURE, PROMPT = 0.7, [5, 17, 33, 64, 90, 12]
 
 
-def test_a_token_attends_by_its_heads_of_one_key_as_a_row_of_prefill_does(found):
-    """In SGLang's own kernel, under Triton's interpreter: no bit differs, at any length, wherever the cache has it."""
-    assert found["differ"] == 0 and found["from_exact"] < 2e-6
+@pytest.mark.parametrize("case", ["attention", "long"])
+def test_a_token_that_decodes_attends_as_a_row_of_prefill_does(found, case):
+    """In the servers' kernels, under Triton's interpreter: no bit differs, at any length, wherever the cache has it."""
+    assert found[case]["differ"] == 0 and found[case]["from_exact"] < 2e-6
+
+
+def test_a_long_sequence_has_larger_chunks(found):
+    """Sixteen of 256 keys, and one of 512 for the 404 others."""
+    assert found["long"]["chunks"] == 17
 
 
 def test_a_rope_in_one_kernel_rounds_where_transformers_does(found):

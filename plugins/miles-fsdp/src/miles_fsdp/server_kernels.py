@@ -1,8 +1,8 @@
 """What --true-on-policy-mode computes with: the kernels by which SGLang's servers run the same module of transformers.
 
-They are SGLang's own: products, means and log_softmax of its deterministic mode, which do not depend on what else is in
-a batch, and the attention of its prefill, by which its servers decode as well in this mode. Gradients of attention are
-those of torch's flash attention.
+Products, means and log_softmax are those of SGLang's deterministic mode, which do not depend on what else is in a
+batch; attention is what the plugin sglang has its servers compute in this mode. Gradients of attention are those of
+torch's flash attention.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ def _linear(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 
 
 class PrefillAttention(torch.autograd.Function):
-    """SGLang's attention of packed samples; the backward pass is that of torch's flash attention."""
+    """The servers' attention, of packed samples; the backward pass is that of torch's flash attention."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries,
                 scale: float) -> torch.Tensor:
         """[T, heads, D], [T, heads for keys, D], [T, heads for keys, E] -> [T, heads, E]."""
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+        from miles_sglang.server_extension.on_policy.miles_attention import prefill
 
         ctx.save_for_backward(query, key, value)
         ctx.offsets, ctx.lengths, ctx.scale = bounds.offsets, bounds.lengths, scale
         offsets = cast("torch.Tensor", bounds.offsets)
         attended = query.new_empty(*query.shape[:2], value.shape[-1])
         places = torch.arange(len(key), device=key.device)
-        extend_attention_fwd_unified(query, attended, key, value, 1.0, 1.0, offsets, offsets, places,
-                                     torch.zeros_like(offsets[1:]), max(bounds.lengths), sm_scale=scale)
+        prefill(query, attended, key, value, 1.0, 1.0, offsets, offsets, places, torch.zeros_like(offsets[1:]),
+                max(bounds.lengths), scale)
         return attended
 
     @staticmethod
