@@ -5,6 +5,7 @@ import hashlib
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def test_training_goes_on_and_the_bytes_are_those_of_a_synchronous_save(
     expected = digests(save(checkpoint, tmp_path / "sync", 1, session, rollout=1))
     disk.clear()
     target = checkpoint.save(tmp_path / "async", 1, parts(session), {"rollout": 1}, async_save=beside)
+    beside.settle()
     after = session(2, seed=9)
     assert not target.exists() and not checkpoint.exists(tmp_path / "async")
     disk.set()
@@ -84,12 +86,60 @@ def session(train):
     return made
 
 
+@pytest.fixture
+def copies(monkeypatch):
+    """An event without which no tensor is copied."""
+    from miles_megatron import async_save
+
+    ready, host_copy = threading.Event(), async_save.host_copy
+
+    def waits(source, into):
+        assert ready.wait(SECONDS)
+        return host_copy(source, into)
+
+    monkeypatch.setattr(async_save, "host_copy", waits)
+    yield ready
+    ready.set()
+
+
+@pytest.mark.parametrize("begins", ["take_batch", "offload"])
+def test_a_trainer_changes_nothing_before_all_is_copied(checkpoint, session, beside, copies, tmp_path, begins):
+    """Sampling, which a save returns to, goes on meanwhile."""
+    from miles_megatron.step import MegatronTrainer
+
+    trainer = MegatronTrainer.__new__(MegatronTrainer)
+    trainer.models = SimpleNamespace(async_save=beside, offload=lambda _tags: None)
+    checkpoint.save(tmp_path, 1, parts(session), async_save=beside)
+    goes_on = threading.Thread(target=getattr(MegatronTrainer, begins), args=(trainer, SimpleNamespace(samples=())))
+    goes_on.start()
+    goes_on.join(0.2)
+    assert goes_on.is_alive()
+    copies.set()
+    goes_on.join(SECONDS)
+    assert not goes_on.is_alive()
+    beside.wait()
+    assert checkpoint.latest(tmp_path) == 1
+
+
+def test_a_copy_that_fails_is_an_error_before_anything_changes(checkpoint, session, beside, tmp_path, monkeypatch):
+    def fails(source, into):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("miles_megatron.async_save.host_copy", fails)
+    checkpoint.save(tmp_path, 1, parts(session), async_save=beside)
+    beside._thread.join(SECONDS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        beside.settle()
+    assert not list(tmp_path.glob("*"))
+
+
 def test_the_next_save_waits_and_writes_over_the_same_memory(train, checkpoint, beside, disk, tmp_path, monkeypatch):
     session, staged, stage = train(), [], beside.staged
     monkeypatch.setattr(beside, "staged", lambda *given: staged.append(stage(*given)) or staged[-1])
     checkpoint.save(tmp_path, 1, parts(session), async_save=beside)
     memory = [copy.data_ptr() for copy in staged[0]]
     threading.Timer(0.3, disk.set).start()
+    beside.settle()
     session(1)
     begin = time.monotonic()
     checkpoint.save(tmp_path, 2, parts(session), async_save=beside)

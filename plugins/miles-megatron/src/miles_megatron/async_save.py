@@ -19,6 +19,7 @@ from miles_local import rendezvous
 from miles_local.transfer import host_memory
 
 from miles_core.errors import WaitError
+from miles_megatron import cpu
 from miles_megatron.host_memory import host_copy, synchronise
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class AsyncSave:
 
     def __init__(self, limit: float):
         self.limit, self._staging = limit, dict[str, torch.Tensor]()
+        self._uncopied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copied = threading.Event()
+        self._copied.set()
+        self._device: int | None = None
         self.publishing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._target, self._begun = "", 0.0
@@ -47,21 +52,44 @@ class AsyncSave:
         self.closed = False
 
     def staged(self, part: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of what this rank writes of a model, in memory that each save writes over; `start` completes them."""
+        """Where this rank's tensors of a model will be copied to, which is memory that each save writes over.
+
+        Until `settle` nothing may change the tensors.
+        """
         begins = [0, *itertools.accumulate(-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors)]
         memory = self._staging.get(part)
         if memory is None or memory.nbytes != begins[-1]:
             memory = self._staging[part] = host_memory(begins[-1], any(one.is_cuda for one in tensors))
-        return [host_copy(one, memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape))
-                for begin, one in zip(begins, tensors, strict=False)]
+        copies = [memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape)
+                  for begin, one in zip(begins, tensors, strict=False)]
+        self._uncopied += zip(tensors, copies, strict=True)
+        return copies
+
+    def copy(self) -> None:
+        """Make the copies, in the thread that writes them."""
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # a thread begins on the first
+            for tensor, into in self._uncopied:
+                host_copy(tensor, into)
+            synchronise()
+        finally:
+            self._uncopied.clear()
+            self._copied.set()
+
+    def settle(self) -> None:
+        """Until the tensors may change: sampling goes on while they are copied. Raises as `check`."""
+        self._copied.wait(self._left())
+        self.check()
 
     def start(self, target: Path, publish: Callable[[AsyncSave], None]) -> None:
         """Let `publish` write and publish the checkpoint `target`; returns at once."""
         if self.group is None and dist.get_world_size() > 1:  # two threads must not share one
             self.group = dist.new_group(backend=rendezvous.host_backend(),
                                         timeout=datetime.timedelta(seconds=self.limit))
-        synchronise()  # the copies are complete, and training may change what they were made from
         self._target, self._begun = str(target), time.monotonic()
+        self._copied.clear()
+        self._device = None if cpu.no_cuda() else torch.cuda.current_device()
         self._thread = threading.Thread(target=self._write, args=(publish,), name="checkpoint", daemon=True)
         self._thread.start()
 

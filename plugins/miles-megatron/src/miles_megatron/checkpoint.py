@@ -137,7 +137,8 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
     Args:
         parts: the trained models by name, the actor at the top and each other in a folder of its name.
         state: anything that JSON can hold, and under "files" names and bytes of files to put beside it.
-        async_save: who writes it beside training, after the one before; then this returns when all is staged.
+        async_save: who writes it beside training, after the one before; then this returns when all is planned, and
+            the models may change after its `settle`.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.

@@ -49,7 +49,7 @@ class Part:
 
     Args:
         sharded: what Megatron saves.
-        stage: makes copies of the tensors at once; without, each is written as it is then.
+        stage: says where copies of the tensors will be; without, each is written as it is then.
     """
 
     def __init__(self, sharded: dict, folder: Path, stage: Stage | None):
@@ -119,6 +119,8 @@ class Staged:
         """
         group = None if async_save is None else async_save.group
         try:
+            if async_save is not None:
+                async_save.copy()
             mine: object = [part.write() for part in self.parts]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank raises it
             mine = RuntimeError(f"{type(error).__name__}: {error}")

@@ -167,6 +167,7 @@ class MegatronTrainer:
         return figures if self.rank.index == 0 else None
 
     def offload(self, tags: Sequence[str]) -> None:
+        self._saving()
         self.models.offload(tags)
 
     def onload(self, tags: Sequence[str]) -> None:
@@ -182,9 +183,12 @@ class MegatronTrainer:
             self.models.async_save.wait()
 
     def _saving(self) -> None:
-        """Raise what went wrong with a checkpoint that is written beside training."""
+        """Before anything changes: have a checkpoint that is written beside training in memory of its own.
+
+        Raises what went wrong with it.
+        """
         if self.models.async_save is not None:
-            self.models.async_save.check()
+            self.models.async_save.settle()
 
     def export(self, folder: Path) -> None:
         stream = self.models.stream()
