@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from miles_core.errors import CheckpointError
 from miles_core.record.publish import publish, write_text
 from miles_core.types import TRACKER, Sample
+from miles_fsdp.async_save import AsyncSave
 from miles_fsdp.models import Models
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
@@ -57,31 +60,52 @@ def latest(folder: str) -> int | None:
     return int(text)
 
 
-def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict[str, Any], *, whole: bool) -> None:
+def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict[str, Any], *, whole: bool,
+         beside: AsyncSave | None = None) -> None:
     """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
 
     Args:
         whole: with the optimizer.
+        beside: who writes it beside training, after the one before.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
+        WaitError: the checkpoint before takes too long.
     """
-    target, first = folder / f"iter_{iteration:07d}", ranks.index == 0
-    with publish(target, writer=first) as temporary:
-        ranks.wait()  # the folder is there
-        save_tensors(_tensors(models, whole), checkpoint_id=temporary / TENSORS)
+    if beside is not None:
+        beside.wait()
+    document = {"steps": {name: one.steps for name, one in models.trained.items()}, "optimizer": whole,
+                "base": models.base, "state": state}
+    target, tensors = folder / f"iter_{iteration:07d}", _tensors(models, whole)
+    if beside is None:
+        _write(target, iteration, lambda: tensors, document, ranks)
+    else:
+        copies = beside.staged(tensors)
+        beside.start(target, partial(_write, target, iteration, copies.result, document, ranks))
+
+
+def _write(target: Path, iteration: int, tensors: Callable[[], dict[str, Any]], document: dict[str, Any], ranks: Ranks,
+           beside: AsyncSave | None = None) -> None:
+    """Write and publish it, in a thread if `beside` is given, whose ranks have a group of their own."""
+    first, group = ranks.index == 0, None if beside is None else beside.group
+    with ExitStack() as publishing:
+        with publish(target, writer=first) as temporary:
+            ranks.wait(group)  # the folder is there
+            save_tensors(tensors(), checkpoint_id=temporary / TENSORS, process_group=group)
+            if first:
+                state = document["state"]
+                files = state.get("files", {})
+                for name, data in files.items():
+                    (temporary / name).write_bytes(data)
+                state = {**state, "files": sorted(files)} if files else state
+                (temporary / STATE).write_text(json.dumps(document | {"state": state}))
+            ranks.wait(group)
+            if beside is not None:
+                publishing.enter_context(beside.publishing)
+                beside.going_on()
         if first:
-            files = state.get("files", {})
-            for name, data in files.items():
-                (temporary / name).write_bytes(data)
-            saved = {**state, "files": sorted(files)} if files else state
-            (temporary / STATE).write_text(json.dumps(
-                {"steps": {name: one.steps for name, one in models.trained.items()}, "optimizer": whole,
-                 "base": models.base, "state": saved}))
-        ranks.wait()
-    if first:
-        write_text(folder / TRACKER, f"{iteration}\n")
-    ranks.wait()
+            write_text(target.parent / TRACKER, f"{iteration}\n")
+    ranks.wait(group)
 
 
 def base(folder: str, iteration: int) -> str | None:

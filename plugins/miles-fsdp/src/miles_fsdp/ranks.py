@@ -57,10 +57,10 @@ class Ranks:
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def wait(self) -> None:
-        """Until all ranks are here."""
+    def wait(self, group: dist.ProcessGroup | None = None) -> None:
+        """Until all ranks are here, by a group of the calling threads if that is given."""
         if self.size > 1:
-            dist.barrier(group=self._host)
+            dist.barrier(group=group or self._host)
 
     def leave(self) -> None:
         """End the process group, if this object has made it."""

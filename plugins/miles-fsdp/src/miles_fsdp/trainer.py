@@ -28,6 +28,7 @@ from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
 from miles_fsdp import checkpoint, server_kernels
+from miles_fsdp.async_save import AsyncSave
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.models import ACTOR, Models, directory
 from miles_fsdp.on_policy import SUSPECT
@@ -56,6 +57,7 @@ class FsdpTrainer:
         refuse_hooks(hooks)
         self.objective = Objective(config, hooks)
         self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
+        self._beside = AsyncSave(config.perf.trainer_timeout) if config.checkpoint.async_save else None
         self._batch: Batch | None = None
         self._sender: Sender | None = None
         self._actor_step = ActorStep(config, hooks)
@@ -83,6 +85,7 @@ class FsdpTrainer:
             self.columns.check(sample)
         self._batch = batch
         heap.give_back()
+        self._saving()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
@@ -136,6 +139,7 @@ class FsdpTrainer:
         return figures if self.rank.index == 0 else None
 
     def offload(self, tags: Sequence[str]) -> None:
+        self._saving()
         self.models.offload(tags)
 
     def onload(self, tags: Sequence[str]) -> None:
@@ -143,10 +147,19 @@ class FsdpTrainer:
 
     def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
         checkpoint.save(folder, rollout_id, self.models, self.ranks, state,
-                        whole=not self.config.checkpoint.no_save_optim)
+                        whole=not self.config.checkpoint.no_save_optim, beside=self._beside)
 
     def saved(self) -> None:
-        """Nothing: `save` returns when the checkpoint is published, with --async-save too."""
+        if self._beside is not None:
+            self._beside.wait()
+
+    def _saving(self) -> None:
+        """Before anything changes: have a checkpoint that is written beside training in memory of its own.
+
+        Raises what went wrong with it.
+        """
+        if self._beside is not None:
+            self._beside.settle()
 
     def export(self, folder: Path) -> None:
         stream = self.models.stream()
@@ -161,6 +174,8 @@ class FsdpTrainer:
 
     def close(self) -> None:
         self.connect(None)
+        if self._beside is not None:
+            self._beside.close()
         if "models" in vars(self):
             self.models.close()
         if "ranks" in vars(self):

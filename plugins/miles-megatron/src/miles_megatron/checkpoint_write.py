@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles_core.errors import CheckpointError
 from miles_core.record.publish import write_text
 from miles_core.types import TRACKER
 from miles_megatron import checkpoint_integrity, cpu
@@ -128,9 +127,8 @@ class Staged:
         try:
             with contextlib.nullcontext() if async_save is None else async_save.publishing:
                 with self.unpublished:
-                    if async_save is not None and async_save.closed:
-                        raise CheckpointError("the run ended before the checkpoint was written", who=str(self.target),
-                                              code="checkpoint-abandoned", fix="resume from the one before")
+                    if async_save is not None:
+                        async_save.going_on()
                     if every is not None:
                         self._complete(every)
                 if every is not None:

@@ -61,12 +61,12 @@ def _all(folder: Path, trainer: str, plugins: list[str], options: dict[str, Any]
     fresh = _weights(first)
     _trains(first, fresh)
     first.save(folder / "saved", 1, STATE)
-    first.saved()
     first.export(folder / "exported")
     assert (folder / "exported" / "config.json").is_file(), "an export is a Hugging Face directory"
     trained, batch = _weights(first), _batch(1)
-    _rollout(first, batch)
+    _rollout(first, batch)  # --async-save may be writing what was before it
     after = _weights(first)
+    first.saved()
     first.close()
 
     second = make(folder / "saved")
