@@ -6,11 +6,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from miles_fsdp.memory import GIB, lines, parameters
+from miles_fsdp.plugin import FsdpOptions
 from miles_testing import tiny_checkpoint
 from miles_testing.forked import apart
 from miles_testing.tiny import run_file
 
 from miles_core.errors import CheckpointError
+from miles_core.plugins.plan import prepare
 from miles_core.types import Batch, Rank
 
 SECONDS = 30
@@ -19,7 +22,6 @@ SECONDS = 30
 def trainer(folder: Path):
     """Loaded, on one rank."""
     from miles_core.build import trainer_part, with_context
-    from miles_core.plugins.plan import prepare
 
     tables = {"perf": {"trainer": "fsdp"}, "checkpoint": {"async_save": True}}
     plan = prepare(run_file(folder / "run.toml", ["fsdp"], tables, {}, checkpoint=tiny_checkpoint()))
@@ -105,3 +107,13 @@ def test_a_full_disk_is_an_error_of_the_next_call(tmp_path, where):
 
 def test_nothing_is_published_after_the_end(tmp_path):
     apart(ends, tmp_path, timeout=120)
+
+
+@pytest.mark.parametrize(("flags", "numbers"), [([], 3), (["--no-save-optim"], 1)])
+def test_a_plan_says_what_the_copies_take(tmp_path, flags, numbers):
+    """Masters and AdamW's two moments, in float32."""
+    folder = tiny_checkpoint()
+    tables = {"perf": {"trainer": "fsdp"}, "checkpoint": {"async_save": True}}
+    plan = prepare(run_file(tmp_path / "run.toml", ["fsdp"], tables, {}, checkpoint=folder), flags)
+    text = dict(lines(plan.config, FsdpOptions()))["memory"]
+    assert text.endswith(f": {4 * numbers * parameters(folder) / GIB:.2g}")

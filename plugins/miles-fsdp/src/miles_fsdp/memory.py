@@ -57,6 +57,9 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False, imag
         whole = tower * computed * copies / GIB
         sizes += f"; whole in each rank during a pass, what reads images{gradients}: {whole:.2g}"
     yield "memory", f"trainer, GiB in {where} beside activations: {sizes}"
+    if config.checkpoint.async_save and not frozen:
+        saved = count * MASTER + (0 if config.checkpoint.no_save_optim else moments * MOMENT)
+        yield "memory", f"host, GiB of a rank that writes checkpoints (--async-save): {saved / ranks / GIB:.2g}"
 
 
 def parameters(folder: Path, *, matrices: bool = False, beside_text: bool = False) -> int | None:
