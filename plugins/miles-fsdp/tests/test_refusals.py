@@ -33,7 +33,12 @@ def plan(tmp_path):
     (["--actor-num-gpus-per-node", "2", "--trainer-host", "thread"], "fsdp-thread-many-ranks", "2 ranks"),
     (["--actor-num-nodes", "2", "--placement", "local"], "fsdp-many-nodes", "actor_num_nodes = 2"),
     (["--actor-num-gpus-per-node", "3"], "fsdp-batch-not-divisible", "8 / 3"),
-    (["--actor-num-gpus-per-node", "3", "--fsdp.context-parallel-size", "2"], "fsdp-context-size", "3 ranks, 2 in"),
+    (["--actor-num-gpus-per-node", "3", "--fsdp.context-parallel-size", "2"], "fsdp-context-size", "3 ranks, 2"),
+    (["--actor-num-gpus-per-node", "3", "--fsdp.tensor-parallel-size", "2"], "fsdp-context-size", "3 ranks"),
+    (["--actor-num-gpus-per-node", "4", "--fsdp.tensor-parallel-size", "2", "--fsdp.context-parallel-size", "2"],
+     "fsdp-context-size", "4 ranks"),
+    (["--actor-num-gpus-per-node", "2", "--fsdp.tensor-parallel-size", "2", "--optimizer", "muon"],
+     "fsdp-tensor-muon", "muon"),
 ])  # fmt: skip
 def test_what_would_have_no_effect_is_refused(plan, flags, code, fact):
     with pytest.raises(MilesError) as caught:

@@ -35,6 +35,7 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False, imag
         size = f"at most {(perf.max_tokens_per_gpu or 0) * options.context_parallel_size} tokens"
     yield "batch arithmetic", f"micro-batches of {size}, the same number on each rank"
     shared = f", {context} share the rows of a sample" if (context := options.context_parallel_size) > 1 else ""
+    shared += f", {tensor} share the projections of a layer" if (tensor := options.tensor_parallel_size) > 1 else ""
     yield "layout", f"{ranks} trainer rank{'s' * (ranks > 1)} (fsdp){shared}, {'bfloat16' if perf.bf16 else 'float32'}"
     folder = Path(str(config.checkpoint.hf_checkpoint))
     if (count := parameters(folder)) is None:
@@ -47,7 +48,8 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False, imag
     other = Path(config.checkpoint.load or "", "config.json").is_file()  # the actor begins with other weights
     if config.algorithm.needs_reference and (other or not frozen):
         parts["reference, in host memory where there is a GPU"] = count * computed
-    sizes = ", ".join(f"{name} {size / ranks / GIB:.2g}" for name, size in parts.items())
+    copied = (tensor - 1) * (parameters(folder, beside_layers=True) or 0) / count  # on each rank that shares layers
+    sizes = ", ".join(f"{name} {size * (1 + copied) / ranks / GIB:.2g}" for name, size in parts.items())
     where = "host memory" if options.cpu_offload else "each rank"
     if frozen:
         each = MASTER + GRADIENT + (2 - muon) * MOMENT
@@ -62,17 +64,19 @@ def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False, imag
         yield "memory", f"host, GiB of a rank that writes checkpoints (--async-save): {saved / ranks / GIB:.2g}"
 
 
-def parameters(folder: Path, *, matrices: bool = False, beside_text: bool = False) -> int | None:
+def parameters(folder: Path, *, matrices: bool = False, beside_text: bool = False,
+               beside_layers: bool = False) -> int | None:
     """Numbers in a directory's safetensors files, by their headers; None where there are none.
 
     Args:
         matrices: only what Muon moves, or nearly: the checkpoint may hold experts one by one.
         beside_text: only what is no part of the text model, such as a vision tower.
+        beside_layers: only embeddings, output layers and the like.
     """
     files = sorted(folder.glob("*.safetensors"))
     shapes = [pair for path in files for pair in stored_shapes(path)]
     return sum(math.prod(shape) for name, shape in shapes if (not matrices or _is_matrix(name, shape)) and not (
-        beside_text and TEXT.search(name))) if files else None
+        beside_text and TEXT.search(name)) and not (beside_layers and ".layers." in name)) if files else None
 
 
 def stored_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:

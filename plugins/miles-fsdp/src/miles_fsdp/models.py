@@ -32,6 +32,7 @@ from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
 from miles_fsdp.server_kernels import products, tables
+from miles_fsdp.tensor_parallel import whole
 from miles_fsdp.trained import Trained
 from miles_fsdp.value import head_of
 
@@ -163,10 +164,10 @@ class Models:
         parameters = sorted(model.named_parameters(), key=lambda pair: not pair[1].requires_grad)
         for name, tensor in (*parameters, *buffers):
             tensor = tensor.detach()
-            whole: Any = tensor.to(self.dtype) if name in named else tensor
-            if isinstance(whole, DTensor):
-                whole = cast("DTensor", whole.to(self._ranks.device)).full_tensor()
-            yield from revert_weight_conversion(model, {name: whole}).items()
+            one = tensor.to(self.dtype) if name in named else tensor
+            if isinstance(one, DTensor):
+                one = whole(one.to(self._ranks.device))
+            yield from revert_weight_conversion(model, {name: one}).items()
 
     def offload(self, tags: Sequence[str]) -> None:
         """See miles_core.stages.step.Trainer. Models that only score are in host memory anyhow."""

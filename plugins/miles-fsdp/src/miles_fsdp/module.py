@@ -33,6 +33,7 @@ from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Scored, Temperature
 from miles_fsdp.server_kernels import attend
+from miles_fsdp.tensor_parallel import split
 
 logger = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # the run has a terminal of its own to fill
@@ -100,7 +101,7 @@ class CausalModule(torch.nn.Module):
         super().__init__()
         self.model, self.temperature, self.value_head, self._inputs = model, temperature, value_head, inputs
         takes = inspect.signature(model.forward).parameters
-        self.packs = "position_ids" in takes
+        self.packs, self.partial = "position_ids" in takes, set[str]()
         self.boundaries = Boundaries()
         self._masked = model.config._attn_implementation
         if self.packs and attention == PACKED:
@@ -273,6 +274,8 @@ def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else (
         MixedPrecisionPolicy())
+    if ranks.tensor is not None:
+        module.partial = split(module.model, ranks.tensor, module.text_layers())
     to_host = offload and ranks.device.type == "cuda"
     shape: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": policy, "reshard_after_forward": True,
                              "offload_policy": CPUOffloadPolicy() if to_host else OffloadPolicy()}

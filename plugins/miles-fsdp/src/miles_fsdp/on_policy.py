@@ -17,7 +17,7 @@ HOLDS: dict[str, Sequence[object]] = {
     "rollout.engine": ["sglang"], "rollout.engine_dtype": ["bfloat16"], "rollout.max_lag": [0], "perf.bf16": [True],
     "perf.rollout_num_gpus_per_engine": [1], "algorithm.use_rollout_logprobs": [False],
     "algorithm.skip_actor_forward_only": [False], "fsdp.attn_implementation": ["packed"],
-    "fsdp.torch_compile": [False],
+    "fsdp.torch_compile": [False], "fsdp.tensor_parallel_size": [1],
     "model_type": ["llama", "qwen2", "qwen3"], "use_sliding_window": [False]}
 """Values, where any is set, with which both sides compute the same. The last two are of config.json."""
 

@@ -17,6 +17,7 @@ from miles_fsdp.adamw import ShardedAdamW, local
 from miles_fsdp.muon import OUTPUTS, Muon, output_axes
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
+from miles_fsdp.tensor_parallel import is_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,16 @@ class ShardedGradients:
     def __init__(self, model: str, module: torch.nn.Module, ranks: Ranks, clip_grad: float):
         self.model, self.clip_grad, self._ranks = model, clip_grad, ranks
         self.pieces: Sequence[Piece] = [
-            Piece(name.removeprefix("model."), local(one.grad), local(one).detach(), counts=True)
+            Piece(name.removeprefix("model."), local(one.grad), local(one).detach(),
+                  counts=ranks.counts or is_split(one))
             for name, one in module.named_parameters() if one.grad is not None]
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         return self._ranks.sums({name: float(value) for name, value in values.items()})
 
     def clip_by_norm(self) -> float:
-        norm = math.sqrt(self.sums({"norm": self._norms().double().square().sum()})["norm"])
+        counted = self._norms()[[piece.counts for piece in self.pieces]]
+        norm = math.sqrt(self.sums({"norm": counted.double().square().sum()})["norm"])
         if self.clip_grad > 0 and (scale := self.clip_grad / (norm + 1e-6)) < 1:
             torch._foreach_mul_([piece.grad for piece in self.pieces], scale)
         return norm

@@ -38,6 +38,8 @@ class FsdpOptions:
         flags=("--torch-compile-backend",))
     context_parallel_size: int = option(
         1, "Ranks that share each sample's rows, by an all-to-all over heads around attention (Ulysses).")
+    tensor_parallel_size: int = option(
+        1, "Ranks that share the projections of each layer, by the plan that transformers has of the architecture.")
     cpu_offload: bool = option(
         False, "Keep parameters, gradients and optimizer state in host memory; the optimizer runs there.",
         flags=("--fsdp-cpu-offload",))
@@ -77,7 +79,7 @@ class Fsdp:
 
         ours, muon = config.perf.trainer == "fsdp", config.optimizer.optimizer in MUON
         if ours:
-            refuse(config, self._options.context_parallel_size)
+            refuse(config, self._options)
         if not ours and (keys := _set(config, "fsdp.")):
             note(f"{keys}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
         elif not muon and (keys := _set(config, "fsdp.muon_")):

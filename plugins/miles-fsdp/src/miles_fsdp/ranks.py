@@ -13,19 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from miles_core.types import Rank
 from miles_fsdp.context import ALONE, Context
+from miles_fsdp.tensor_parallel import AXIS
 
 
 class Ranks:
     """The process group of a trainer. Tensors travel where they lie, Python objects over gloo.
 
-    `data` ranks, of which this is the `data_index`-th, take micro-batches of their own.
+    `data` ranks, of which this is the `data_index`-th, take micro-batches of their own. `counts` says whether this one
+    stands for those that have the same.
 
     Args:
         timeout: seconds after which a collective that some process does not join is an error.
         context: ranks that share the rows of each micro-batch: those with consecutive numbers.
+        tensor: ranks that share the projections of each layer, likewise; one of the two is 1.
     """
 
-    def __init__(self, rank: Rank, timeout: float, context: int = 1):
+    def __init__(self, rank: Rank, timeout: float, context: int = 1, tensor: int = 1):
         self.index, self.size = rank.index, rank.size
         self.device = torch.device("cuda", rank.local) if torch.cuda.is_available() else torch.device("cpu")
         if self.device.type == "cuda":
@@ -34,8 +37,14 @@ class Ranks:
         if self._joined:
             rendezvous.join(rank, timeout)
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
-        self.data, self.data_index = self.size // context, self.index // context
+        together = context * tensor
+        self.data, self.data_index = self.size // together, self.index // together
+        self.counts = self.index % together == 0
         self.context = ALONE
+        self.tensor: DeviceMesh | None = None
+        if tensor > 1:
+            both = init_device_mesh(self.device.type, (self.data, tensor), mesh_dim_names=("data", AXIS))
+            self.mesh, self.tensor = both["data"], both[AXIS]
         if context > 1:
             grid = init_device_mesh(self.device.type, (self.data, context), mesh_dim_names=("data", "context"))
             self.context = Context(self.index % context, context, grid["context"].get_group())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from miles_local.muon_options import MUON
+
 from miles_core import hookspecs
 from miles_core.config.hardware import trainer_gpus
 from miles_core.config.load import who
@@ -9,16 +11,14 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.load import marked
+from miles_fsdp.plugin import FsdpOptions
 
 MODULES = "hf-modules"
 """What a plugin provides whose `build_model` takes modules of transformers."""
 
 
-def refuse(config: RunConfig, context: int) -> None:
+def refuse(config: RunConfig, options: FsdpOptions) -> None:
     """
-    Args:
-        context: ranks that share rows.
-
     Raises:
         ConfigError: an option without effect here, or ranks that nothing hosts.
         BatchError: a batch that the ranks cannot share.
@@ -26,8 +26,8 @@ def refuse(config: RunConfig, context: int) -> None:
     if config.debug.debug_rollout_only:
         return
     _options(config)
-    _ranks(config, context)
-    _batch(config, context)
+    _ranks(config, options)
+    _batch(config, options.context_parallel_size * options.tensor_parallel_size)
 
 
 def refuse_hooks(hooks: Hooks) -> None:
@@ -64,7 +64,7 @@ def _options(config: RunConfig) -> None:
                           code="fsdp-option-without-effect", fix="leave it out, or train with --trainer megatron")
 
 
-def _ranks(config: RunConfig, context: int) -> None:
+def _ranks(config: RunConfig, options: FsdpOptions) -> None:
     perf = config.perf
     if perf.trainer_host == "thread" and trainer_gpus(config) > 1:
         raise ConfigError('trainer_host = "thread" is the driver\'s process, which holds one rank',
@@ -75,19 +75,24 @@ def _ranks(config: RunConfig, context: int) -> None:
         raise ConfigError("spawned processes are all on the driver's machine; ranks on several nodes are Ray actors",
                           got=f"actor_num_nodes = {perf.actor_num_nodes}", code="fsdp-many-nodes",
                           who=who(config, "perf.actor_num_nodes", "perf.placement"), fix='placement = "ray"')
-    if context < 1 or trainer_gpus(config) % context:
-        raise ConfigError("the ranks do not divide into groups that share rows", code="fsdp-context-size",
-                          got=f"{trainer_gpus(config)} ranks, {context} in each group",
-                          who=who(config, "fsdp.context_parallel_size", "perf.actor_num_gpus_per_node"),
-                          fix="a size that divides the number of ranks")
+    context, tensor = options.context_parallel_size, options.tensor_parallel_size
+    if min(context, tensor) < 1 or trainer_gpus(config) % (context * tensor) or min(context, tensor) > 1:
+        raise ConfigError("the ranks do not divide into groups that share rows, or layers", code="fsdp-context-size",
+                          got=f"{trainer_gpus(config)} ranks, {context} that share rows, {tensor} layers",
+                          who=who(config, "fsdp.context_parallel_size", "fsdp.tensor_parallel_size",
+                                  "perf.actor_num_gpus_per_node"),
+                          fix="one size that divides the number of ranks")
+    if tensor > 1 and config.optimizer.optimizer in MUON:
+        raise ConfigError("Muon moves whole matrices, of which tensor parallelism leaves parts", who="--optimizer",
+                          got=config.optimizer.optimizer, code="fsdp-tensor-muon", fix="leave out one of the two")
 
 
-def _batch(config: RunConfig, context: int) -> None:
+def _batch(config: RunConfig, together: int) -> None:
     perf, batch = config.perf, config.rollout.global_batch_size or 0
     if perf.use_dynamic_batch_size and perf.max_tokens_per_gpu is None:
         raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu", code="fsdp-max-tokens-missing",
                          who=who(config, "perf.use_dynamic_batch_size"), fix="--max-tokens-per-gpu 8192")
-    unit = trainer_gpus(config) // context * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
+    unit = trainer_gpus(config) // together * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
     if batch % unit:
         raise BatchError(f"global_batch_size {batch} does not divide among the ranks' micro-batches",
                          got=f"{batch} / {unit}", code="fsdp-batch-not-divisible",

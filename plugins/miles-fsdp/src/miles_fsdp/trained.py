@@ -10,6 +10,7 @@ from miles_fsdp.module import CausalModule
 from miles_fsdp.optimizer import Schedule, ShardedGradients, optimizer_of, update
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
+from miles_fsdp.tensor_parallel import add_up
 
 
 class Trained:
@@ -26,6 +27,8 @@ class Trained:
 
     def step(self, ranks: Ranks, clipping: str, clip: Callable[[Gradients], object]) -> dict[str, float]:
         """Clip, update, move the schedule. See optimizer.update."""
+        if ranks.tensor is not None:
+            add_up(self.module, ranks.tensor.get_group())
         gradients = ShardedGradients(self.name, self.module, ranks, self.options.clip_grad)
         metrics = update(self.optimizer, gradients, self.schedule.rate(self.steps), clipping, clip)
         self.steps += 1

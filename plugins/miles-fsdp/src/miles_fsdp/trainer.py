@@ -53,7 +53,7 @@ class FsdpTrainer:
 
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank, options: FsdpOptions):
         self.config, self.hooks, self.columns, self.rank, self.options = config, hooks, columns, rank, options
-        refuse(config, options.context_parallel_size)
+        refuse(config, options)
         refuse_hooks(hooks)
         self.objective = Objective(config, hooks)
         self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
@@ -65,7 +65,8 @@ class FsdpTrainer:
     def load(self) -> Resume:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
-        self.ranks = Ranks(self.rank, self.config.perf.trainer_timeout, self.options.context_parallel_size)
+        self.ranks = Ranks(self.rank, self.config.perf.trainer_timeout, self.options.context_parallel_size,
+                           self.options.tensor_parallel_size)
         if self.config.algorithm.true_on_policy_mode:
             server_kernels.begin(self.ranks.device)
         paths = self.config.checkpoint
@@ -228,8 +229,8 @@ class FsdpTrainer:
         if unscored and self.config.algorithm.true_on_policy_mode:
             check_equal(taken, SUSPECT)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
-        # Ranks that share rows have all of them worked out the same.
-        mine = dict(shares) if self.ranks.context.index == 0 else {}
+        # Ranks that share rows or layers have all of them worked out the same.
+        mine = dict(shares) if self.ranks.counts else {}
         numbers = torch.stack([*mine.values()]).tolist() if mine else []  # all at once: each would wait for the device
         sums = self.ranks.sums(dict(zip(mine, numbers, strict=True)))
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.

@@ -1,0 +1,145 @@
+"""Ranks that share the projections of layers have the log-probs, the gradient and the weights of one rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+
+import pytest
+import torch
+from miles_fsdp.microbatch import MicroBatch
+from miles_fsdp.module import CausalModule, shard
+from miles_fsdp.optimizer import ShardedGradients
+from miles_fsdp.plugin import FsdpOptions
+from miles_fsdp.ranks import Ranks
+from miles_fsdp.scored import Temperature
+from miles_fsdp.tensor_parallel import add_up, whole
+from miles_testing.sample_inputs import canned_samples
+
+from miles_core.columns import Columns
+from miles_core.errors import ConfigError
+from miles_core.types import Rank
+
+CPU, TIMEOUT = torch.device("cpu"), 60
+SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
+KINDS = {"norms of heads": ("qwen3", {}), "biases": ("qwen2", {}), "biases of all": ("llama", {"attention_bias": True}),
+         "windows, four norms": ("gemma3_text", {"sliding_window": 3})}
+
+
+def made(kind, **more):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    name, sizes = KINDS[kind]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES | sizes | more))
+    with torch.no_grad():
+        for parameter in model.parameters():  # so large that another rank's share shows; biases begin as zeros
+            parameter.mul_(3).add_(0.01 * torch.randn_like(parameter))
+    return CausalModule(model.eval(), Temperature(0.8, 4))
+
+
+def backward(module, batch):
+    """Log-probs, and a gradient of every parameter."""
+    def use(scored):
+        log_probs = scored.log_probs()
+        return log_probs.detach(), (torch.linspace(-1, 1, len(log_probs)) * log_probs).mean()
+
+    log_probs, loss = module(batch, use)
+    loss.backward()
+    return log_probs
+
+
+def rank(index, size, kind, options, meeting, answers):
+    """One of the processes; the first half of the ranks has the first half of the samples."""
+    try:
+        ranks = Ranks(Rank(index, size, index, f"file://{meeting}"), TIMEOUT, tensor=2)
+        module = made(kind)
+        before = {name: one.detach().numpy().copy() for name, one in module.named_parameters()}
+        shard(module, ranks, options, low=False, offload=False)
+        kept = {name: whole(one.detach()).numpy() for name, one in module.named_parameters()}
+        samples = canned_samples()
+        mine = samples if ranks.data == 1 else samples[ranks.data_index :: 2]
+        log_probs = backward(module, MicroBatch(Columns(), mine, CPU))
+        add_up(module, ranks.tensor.get_group())
+        norm = ShardedGradients("actor", module, ranks, 0.0).clip_by_norm()
+        gradients = {name: whole(one.grad).numpy() for name, one in module.named_parameters()}
+        held = sum(one.to_local().numel() for one in module.parameters())
+        same = all((before[name] == kept[name]).all() for name in before)
+        answers.put((index, log_probs.numpy(), gradients, norm, held, same))
+        ranks.wait()
+        ranks.leave()
+    except BaseException:  # noqa: BLE001  the other process tells it
+        answers.put((index, traceback.format_exc(), None, None, None, None))
+
+
+def started(size, kind, options, folder):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=rank, args=(index, size, kind, options, folder / "meeting", answers))
+                 for index in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        found = sorted((answers.get(timeout=TIMEOUT) for _ in processes), key=lambda answer: answer[0])
+    finally:
+        for process in processes:
+            process.join(TIMEOUT)
+            process.kill()
+    assert all(answer[2] is not None for answer in found), found[0][1]
+    return found
+
+
+@pytest.mark.full  # processes that import torch
+@pytest.mark.parametrize(("kind", "size", "again"), [
+    *((kind, 2, False) for kind in KINDS), ("norms of heads", 4, True)])
+def test_the_gradient_is_that_of_one_rank(kind, size, again, tmp_path):
+    """Of every parameter, its norm over all ranks, and what each holds: nothing twice but what is beside layers."""
+    found = started(size, kind, FsdpOptions(gradient_checkpointing=again), tmp_path)
+    alone, samples = made(kind), canned_samples()
+    parts = [samples] if size == 2 else [samples[0::2], samples[1::2]]
+    expected = [backward(alone, MicroBatch(Columns(), part, CPU)).numpy() for part in parts]
+    for index, log_probs, gradients, norm, _, same in found:
+        assert same
+        assert abs(log_probs - expected[index // 2]).max() <= 2e-6
+        for name, parameter in alone.named_parameters():
+            scale = float(parameter.grad.abs().max())
+            assert abs(gradients[name] - parameter.grad.numpy()).max() <= 1e-5 * scale, name
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(
+            [one.grad for one in alone.parameters()])), rel=1e-5)
+    every = sum(one.numel() for one in alone.parameters())
+    split = sum(one.numel() for name, one in alone.named_parameters()
+                if ".layers." in name and "norm" not in name and not name.endswith(("o_proj.bias", "down_proj.bias")))
+    assert sum(held for *_, held, _ in found) == split + 2 * (every - split)
+
+
+@pytest.mark.parametrize(("sizes", "fact"), [
+    ({"num_key_value_heads": 1}, "num_key_value_heads 1"), ({"intermediate_size": 47}, "down_proj 47"),
+])
+def test_sizes_that_do_not_divide_are_refused(sizes, fact):
+    from miles_fsdp.tensor_parallel import split
+
+    module = made("norms of heads", **sizes)
+    with pytest.raises(ConfigError) as caught:
+        split(module.model, Pair(), module.text_layers())
+    assert caught.value.code == "fsdp-tensor-unsupported" and fact in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "more", "fact"), [
+    ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 8}, "experts"), ("gpt2", {}, "no plan")])
+def test_architectures_without_such_a_plan_are_refused(kind, more, fact):
+    from miles_fsdp.tensor_parallel import split
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = SIZES | more if kind != "gpt2" else {"vocab_size": 264, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    module = CausalModule(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), Temperature(1.0, 4))
+    with pytest.raises(ConfigError) as caught:
+        split(module.model, Pair(), module.text_layers())
+    assert caught.value.code == "fsdp-tensor-unsupported" and fact in str(caught.value)
+
+
+class Pair:
+    """The mesh of two ranks, of which nothing is asked before all sizes are looked at."""
+
+    def size(self):
+        return 2
