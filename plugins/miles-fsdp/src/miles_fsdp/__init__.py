@@ -7,7 +7,7 @@
     module.py        one sharded module: its body, its head, and whether it takes samples packed
     lean.py          norms and gated layers that keep less for the backward pass
     attention.py     of packed samples, without a mask: torch's flash attention on a GPU
-    context.py       ranks that share the rows of a sample
+    context.py       ranks that share the rows of a sample; tensor_parallel.py, the projections of a layer
     microbatch.py    packed samples and the rows that are trained on
     scored.py        log-probs and entropy of these rows, in chunks
     optimizer.py     AdamW, its schedule and clipping

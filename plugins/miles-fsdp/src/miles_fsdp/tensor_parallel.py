@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.device_mesh.ndim > 1:  # one after the other, in the order in which they were split
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
-    return cast("DTensor", tensor).full_tensor()
+    return tensor.full_tensor()
 
 
 def is_split(parameter: torch.Tensor) -> bool:
