@@ -61,7 +61,7 @@ def rank(index, size, kind, options, meeting, answers):
         samples = canned_samples()
         mine = samples if ranks.data == 1 else samples[ranks.data_index :: 2]
         log_probs = backward(module, MicroBatch(Columns(), mine, CPU))
-        add_up(module, ranks.tensor.get_group())
+        add_up(module.model, module.partial, ranks.tensor.get_group())
         norm = ShardedGradients("actor", module, ranks, 0.0).clip_by_norm()
         gradients = {name: whole(one.grad).numpy() for name, one in module.named_parameters()}
         held = sum(one.to_local().numel() for one in module.parameters())

@@ -7,8 +7,8 @@ Embedding, norms and output layer are whole on every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from transformers import PreTrainedModel
 
 from miles_core.errors import ConfigError
 from miles_fsdp.adamw import local
-
-if TYPE_CHECKING:
-    from miles_fsdp.module import CausalModule
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 AXIS = "tensor"
@@ -76,10 +73,10 @@ def _unsupported(model: PreTrainedModel, got: str) -> ConfigError:
                        fix="leave it out, or train with --trainer megatron")
 
 
-def add_up(module: CausalModule, group: dist.ProcessGroup) -> None:
+def add_up(model: torch.nn.Module, partial: Set[str], group: dist.ProcessGroup) -> None:
     """Gradients of what each rank has used for its own heads become those of all heads."""
-    for name, parameter in module.model.named_parameters():
-        if name in module.partial and parameter.grad is not None:
+    for name, parameter in model.named_parameters():
+        if name in partial and parameter.grad is not None:
             dist.all_reduce(local(parameter.grad), group=group)
 
 

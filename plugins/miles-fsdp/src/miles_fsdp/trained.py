@@ -28,7 +28,7 @@ class Trained:
     def step(self, ranks: Ranks, clipping: str, clip: Callable[[Gradients], object]) -> dict[str, float]:
         """Clip, update, move the schedule. See optimizer.update."""
         if ranks.tensor is not None:
-            add_up(self.module, ranks.tensor.get_group())
+            add_up(self.module.model, self.module.partial, ranks.tensor.get_group())
         gradients = ShardedGradients(self.name, self.module, ranks, self.options.clip_grad)
         metrics = update(self.optimizer, gradients, self.schedule.rate(self.steps), clipping, clip)
         self.steps += 1
