@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_local.stored import check_archives, check_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.record.publish import TEMPORARY, aside, publish, write_error
 from miles_core.types import LOCK, TRACKER
-from miles_megatron import checkpoint_integrity, checkpoint_write, cpu, foreign, index
+from miles_megatron import checkpoint_write, cpu, foreign, index
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.checkpoint_write import STATE, Staged
 from miles_megatron.optimizer import load_state, numbered_groups, prepare_state
@@ -197,7 +198,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         foreign_names = None if (source / STATE).is_file() else others(where)
         stored = index.read(where / ".metadata") if foreign_names is None else foreign_names
         try:
-            checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
+            check_archives(index.archives(where, dist.get_rank(), dist.get_world_size()))
             saved_state = _state(source) if foreign_names is None else {}
             _load_part(where, stored, foreign_names is not None, *part)
         except MilesError:
@@ -211,8 +212,8 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
 
 def _state(source: Path) -> dict:
     read = json.loads((source / STATE).read_text())
-    checkpoint_integrity.check_state(read, source / STATE)
     saved_state = read["state"]
+    check_state(saved_state, read.get("digest"), source / STATE)
     if "files" in saved_state:
         saved_state["files"] = {name: (source / Path(name).name).read_bytes() for name in saved_state["files"]}
     return saved_state

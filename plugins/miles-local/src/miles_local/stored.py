@@ -11,26 +11,25 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from miles_core.errors import CheckpointError
-from miles_megatron import index
 
 ZIP = b"PK\x03\x04"
 _BROKEN = (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, NotImplementedError, ValueError, EOFError)
 """What zipfile raises of archives in which anything but the data is wrong."""
 
 
-def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Read this rank's share of the tensors in a folder of `.distcp` files, and its common.pt.
+def check_archives(pieces: Iterable[tuple[Path, int, int | None]]) -> None:
+    """
+    Args:
+        pieces: file, first byte and size of each archive in it; None: all of the file.
 
     Raises:
         CheckpointError: one of them is not what was written; names the file and where in it.
     """
-    pieces = index.places(folder / ".metadata")
-    pieces.append((folder / "common.pt", 0, None))
-    for path, begin, size in pieces[rank::ranks]:
+    for path, begin, size in pieces:
         with open(path, "rb") as file:
             file.seek(begin)
             data = file.read(size)
@@ -48,15 +47,18 @@ def _damaged(data: bytes) -> bool:
 
 
 def digest(state: Mapping[str, object]) -> str:
-    """Of the run's own state, as it is in JSON."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    """Of the run's own state, as it is read from JSON: keys are text there, and sorted as such."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
 
 
-def check_state(saved: Mapping[str, object], path: Path) -> None:
+def check_state(state: Mapping[str, object], written: object, path: Path) -> None:
     """
+    Args:
+        written: the digest in the file. One without, as others write, is taken as it is.
+
     Raises:
-        CheckpointError: the state is not what was written. A file without a digest, as others write, is taken as it is.
+        CheckpointError: the state is not what was written.
     """
-    if "digest" in saved and saved["digest"] != digest(saved["state"]):
+    if written is not None and written != digest(state):
         raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
                               fix="check the disk, and use an earlier iteration", code="checkpoint-state-changed")
