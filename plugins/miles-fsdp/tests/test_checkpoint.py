@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -47,6 +49,20 @@ def flip(path, share):
     data = bytearray(path.read_bytes())
     data[int(len(data) * share)] ^= 16
     path.write_bytes(data)
+
+
+def test_a_full_disk_is_an_error_of_ours_and_leaves_the_older_checkpoint(trainer, saved, monkeypatch):
+    """torch raises what no run catches, and says of it where, not what."""
+    ours, _ = trainer("--load", saved)
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr(torch, "save", full)
+        ours.save(saved, 4, {})
+    assert caught.value.code == "checkpoint-not-written" and "iter_0000004" in str(caught.value)
+    assert trainer("--load", saved)[1].rollout_id == 2
 
 
 def refused(trainer, *flags):
@@ -120,3 +136,24 @@ def test_an_export_keeps_what_is_no_part_of_the_model(trainer, tmp_path, caplog)
     assert all(written[name].dtype == one.dtype and torch.equal(written[name], one) for name, one in more.items())
     assert torch.equal(written["model.embed_tokens.weight"], 2 * own["model.embed_tokens.weight"])
     assert not {record.name for record in caplog.records if "leaves out" in record.getMessage()}
+
+
+def test_the_text_of_a_larger_model_has_the_names_of_its_files(trainer, tmp_path):
+    """transformers reads Llama 4's without what the names begin with, and writes them so; the model itself, and
+    engines, find nothing under such names."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {"intermediate_size_mlp": 48, "head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 2,
+                    "vocab_size": 264, "pad_token_id": 256, "eos_token_id": 258, "tie_word_embeddings": False}
+    tower = sizes | {"image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32,
+                     "projector_output_dim": 32}
+    folder = tiny_checkpoint(tmp_path / "model")
+    Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=tower)).save_pretrained(folder)
+    own = load_file(folder / "model.safetensors")
+    ours, _ = trainer(folder=folder)
+    sent = {name for name, _ in ours.weights()}
+    assert sent == {name for name in own if name.startswith("language_model.")} != set(own)
+    ours.export(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == own.keys() and all(torch.equal(written[name], one) for name, one in own.items())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local.companions import copy_companions
-from miles_local.stored import check_archives, check_state, digest
+from miles_local.stored import check_archives, check_state, digest, write_errors
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -77,7 +77,7 @@ def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict
         CheckpointError: the disk is full or cannot be written.
     """
     target, first = folder / f"iter_{iteration:07d}", ranks.index == 0
-    with publish(target, writer=first) as temporary:
+    with publish(target, writer=first) as temporary, write_errors(target):
         ranks.wait()  # the folder is there
         save_tensors(_tensors(models, whole), checkpoint_id=temporary / TENSORS)
         if first:
@@ -202,7 +202,7 @@ def export(folder: Path, stream: Iterable[tuple[str, torch.Tensor]], source: str
     """
     from huggingface_hub import save_torch_state_dict
 
-    with publish(folder, beside=False) as temporary:
+    with publish(folder, beside=False) as temporary, write_errors(folder):
         save_torch_state_dict({name: tensor.to("cpu", copy=True) for name, tensor in stream}, temporary,
                               filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
         copy_companions(Path(source), temporary, dtype, {"quantization_config": None})  # the weights are plain

@@ -1,4 +1,4 @@
-"""Does a checkpoint still hold what was written into it? A bit that flipped on a disk is no reason to train on it.
+"""Whether a checkpoint was written, and still is what was: a bit that flipped on a disk is no reason to train on it.
 
 torch writes every tensor as a zip archive with a CRC-32 of each member, and does not look at them when it reads. They
 are looked at here, before anything is loaded; the run's own state has a digest of ours.
@@ -6,15 +6,21 @@ are looked at here, before anything is loaded; the run's own state has a digest 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
+import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
 from miles_core.errors import CheckpointError
+from miles_core.record.publish import write_error
 
 ZIP = b"PK\x03\x04"
 _BROKEN = (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, NotImplementedError, ValueError, EOFError)
@@ -62,3 +68,22 @@ def check_state(state: Mapping[str, object], written: object, path: Path) -> Non
     if written is not None and written != digest(state):
         raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
                               fix="check the disk, and use an earlier iteration", code="checkpoint-state-changed")
+
+
+@contextlib.contextmanager
+def write_errors(target: Path) -> Iterator[None]:
+    """Translate a failed write, as torch and Megatron-core report it, back into its original error.
+
+    An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed
+    write as an "unexpected pos".
+    """
+    try:
+        yield
+    except (CheckpointException, RuntimeError, SafetensorError) as error:
+        text = str(error)
+        if errno := re.search(r"(?:\[Errno |\(os error )(\d+)[^\n]*", text):
+            raise write_error(target, OSError(int(errno[1]), errno[0])) from error
+        if "unexpected pos" in text or "PytorchStreamWriter" in text:
+            raise CheckpointError("the disk is full or failing", code="checkpoint-disk-failing", who=str(target),
+                                  fix="free some space; earlier checkpoints are intact") from error
+        raise
