@@ -170,14 +170,15 @@ def test_damage_to_what_is_no_tensor(checkpoint, session, tmp_path):
 
 
 def test_each_rank_looks_at_its_share_and_together_they_look_at_all(checkpoint, session, tmp_path):
-    from miles_megatron import checkpoint_integrity
+    from miles_local.stored import check_archives
+    from miles_megatron import index
 
     file = save(checkpoint, tmp_path, 1, session) / "__0_0.distcp"
     _flip(file, file.stat().st_size // 2)
     found = 0
     for rank in range(3):
         try:
-            checkpoint_integrity.check(file.parent, rank, 3)
+            check_archives(index.archives(file.parent, rank, 3))
         except CheckpointError:
             found += 1
     assert found == 1

@@ -298,6 +298,19 @@ def test_damaged_sources(convert, source, tmp_path):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp*"))
 
 
+def test_a_bit_that_flipped_on_the_disk_is_not_converted(convert, source, tmp_path):
+    """torch reads such a file without a word."""
+    convert("hf-to-dist", source, tmp_path / "dist")
+    file = tmp_path / "dist" / "iter_0000000" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        convert("dist-to-hf", tmp_path / "dist", tmp_path / "out", "--hf-checkpoint", source)
+    assert caught.value.code == "checkpoint-file-unreadable" and str(file) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("direction", ["hf-to-dist", "dist-to-hf"])
 def test_a_full_disk(convert, source, tmp_path, direction):
     """The file size limit of the process stands for the disk; it raises EFBIG at a write."""

@@ -2,7 +2,8 @@
 
     <save>/iter_0000007/          published by rename when complete
         tensors/                  what trains and its optimizer, a file of each rank
-        fsdp.json                 optimizer steps, the actor's directory if not all of it trains, the run's own state
+        fsdp.json                 optimizer steps, the actor's directory if not all of it trains, the run's own state,
+                                  and digests
     <save>/latest_checkpointed_iteration.txt "7", written last
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from miles_local.companions import copy_companions
+from miles_local.stored import check_archives, check_state, digest, write_errors
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -31,30 +33,38 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from miles_core.config.tables import Checkpoint
 from miles_core.errors import CheckpointError
 from miles_core.record.publish import publish, write_text
 from miles_core.types import TRACKER, Sample
 from miles_fsdp.async_save import AsyncSave
-from miles_fsdp.models import Models
+from miles_fsdp.models import Models, directory
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
 
-STATE, TENSORS = "fsdp.json", "tensors"
+STATE, TENSORS, INDEX = "fsdp.json", "tensors", ".metadata"
 
 
 def latest(folder: str) -> int | None:
     """The iteration to go on from; None where nothing was saved yet.
 
+    A kill between the first iteration and the tracker leaves an iteration, complete, that nothing names; it counts.
+
     Raises:
-        CheckpointError: the tracker names none of this trainer's.
+        CheckpointError: the tracker names none of this trainer's, or is not there beside several.
     """
-    tracker = Path(folder, TRACKER)
-    if not tracker.is_file():
+    tracker, there = Path(folder, TRACKER), sorted(path.name for path in Path(folder).glob("iter_*"))
+    if not tracker.is_file() and not there:
         return None
-    text = tracker.read_text(encoding="utf-8").strip()
+    if tracker.is_file():
+        text = tracker.read_text(encoding="utf-8").strip()
+        got = f"{TRACKER} says {text[:40]!r}, and that iteration has no {STATE}"
+    else:
+        text = there[0].removeprefix("iter_") if len(there) == 1 else ""
+        got = f"no {TRACKER} beside {', '.join(there)}"
     if not text.isdecimal() or not Path(folder, f"iter_{int(text):07d}", STATE).is_file():
         raise CheckpointError("there is no checkpoint of the trainer fsdp here", code="fsdp-checkpoint-missing",
-                              got=f"{TRACKER} says {text[:40]!r}, and that iteration has no {STATE}", who=folder,
+                              got=got, who=folder,
                               fix="name a folder that --trainer fsdp saved to; Hugging Face directories of other "
                               "trainers' checkpoints come from `miles convert dist-to-hf`")
     return int(text)
@@ -75,7 +85,7 @@ def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict
     if beside is not None:
         beside.wait()
     document = {"steps": {name: one.steps for name, one in models.trained.items()}, "optimizer": whole,
-                "base": models.base, "state": state}
+                "warm": models.warm, "base": models.base, "state": state}
     target, tensors = folder / f"iter_{iteration:07d}", _tensors(models, whole)
     if beside is None:
         _write(target, iteration, lambda: tensors, document, ranks)
@@ -89,16 +99,11 @@ def _write(target: Path, iteration: int, tensors: Callable[[], dict[str, Any]], 
     """Write and publish it, in a thread if `beside` is given, whose ranks have a group of their own."""
     first, group = ranks.index == 0, None if beside is None else beside.group
     with ExitStack() as publishing:
-        with publish(target, writer=first) as temporary:
+        with publish(target, writer=first) as temporary, write_errors(target):
             ranks.wait(group)  # the folder is there
             save_tensors(tensors(), checkpoint_id=temporary / TENSORS, process_group=group)
             if first:
-                state = document["state"]
-                files = state.get("files", {})
-                for name, data in files.items():
-                    (temporary / name).write_bytes(data)
-                state = {**state, "files": sorted(files)} if files else state
-                (temporary / STATE).write_text(json.dumps(document | {"state": state}))
+                _write_state(temporary, document)
             ranks.wait(group)
             if beside is not None:
                 publishing.enter_context(beside.publishing)
@@ -108,28 +113,42 @@ def _write(target: Path, iteration: int, tensors: Callable[[], dict[str, Any]], 
     ranks.wait(group)
 
 
-def base(folder: str, iteration: int) -> str | None:
-    """The Hugging Face directory that holds what does not train of the actor; None where all of it trains.
+def _write_state(folder: Path, document: dict[str, Any]) -> None:
+    """What lies beside the tensors, with digests of their index and of itself."""
+    state = document["state"]
+    files = state.get("files", {})
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    saved = {**document, "index": _digest([(folder / TENSORS / INDEX).read_bytes()]),
+             "state": {**state, "files": sorted(files)} if files else state}
+    base = saved.pop("base")  # may be written anew where the directory moves
+    (folder / STATE).write_text(json.dumps({**saved, "base": base, "digest": digest(saved)}))
+
+
+def start(folder: str, iteration: int, paths: Checkpoint) -> str:
+    """The Hugging Face directory that the actor began with, and that has what does not train of it.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or the directory is gone.
+        CheckpointError: the checkpoint cannot be read, or the directory of what does not train is gone.
     """
     where = Path(folder, f"iter_{iteration:07d}", STATE)
     try:
-        source: str | None = json.loads(where.read_text(encoding="utf-8")).get("base")
-    except (OSError, ValueError) as error:
+        saved = json.loads(where.read_text(encoding="utf-8"))
+        source: str | None = saved["base"]
+    except (OSError, ValueError, KeyError) as error:
         raise _unreadable(where, error) from error
     if source is not None and not Path(source, "config.json").is_file():
         raise CheckpointError("the weights that this checkpoint adds to are gone", code="fsdp-base-missing", got=source,
                               who=str(where), fix="put the directory back, or name its place now in this file")
-    return source
+    warm = saved.get("warm") and directory(paths.ref_load)
+    return source or str(paths.ref_load if warm else paths.hf_checkpoint)
 
 
-def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
+def load(folder: str, iteration: int, models: Models, ranks: Ranks) -> dict[str, Any]:
     """Fill models and optimizer from a checkpoint, whatever the number of ranks that saved it; the run's state.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another model.
+        CheckpointError: it cannot be read, is not what was written, or is of another model.
     """
     where = Path(folder, f"iter_{iteration:07d}")
     try:
@@ -138,6 +157,7 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
             raise CheckpointError("the checkpoint holds weights without optimizer state, so nothing can be resumed "
                                   "exactly", code="fsdp-checkpoint-without-optimizer", who=str(where),
                                   fix="start from a directory of --save-hf; save without --no-save-optim next time")
+        _check(where, saved, ranks)
         tensors = _tensors(models, whole=True)
         stored = FileSystemReader(where / TENSORS).read_metadata().state_dict_metadata
         wanted = {f"{name}.model.{key}" for name, part in tensors.items() for key in part["model"]}
@@ -155,6 +175,17 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
     if files := run.get("files"):
         run = {**run, "files": {name: (where / name).read_bytes() for name in files}}
     return run
+
+
+def _check(where: Path, saved: dict[str, Any], ranks: Ranks) -> None:
+    """Whether it is what was written; of the tensors each rank looks at a share."""
+    told = {name: one for name, one in saved.items() if name not in ("base", "digest")}  # a base may move
+    check_state(told, saved.get("digest"), where / STATE)
+    if "index" in saved and saved["index"] != _digest([(where / TENSORS / INDEX).read_bytes()]):
+        raise ValueError(f"{TENSORS}/{INDEX} is not what was written")
+    stored = FileSystemReader(where / TENSORS).read_metadata().storage_data.values()
+    pieces = sorted((where / TENSORS / one.relative_path, one.offset, one.length) for one in stored)
+    check_archives(pieces[ranks.index :: ranks.size])
 
 
 def _unreadable(where: Path, error: BaseException) -> CheckpointError:
@@ -191,7 +222,7 @@ def _restore(trained: Trained, tensors: dict[str, Any]) -> None:
     set_optimizer_state_dict(trained.module, trained.optimizer, tensors["optimizer"])
 
 
-def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str, dtype: torch.dtype) -> None:
+def export(folder: Path, stream: Iterable[tuple[str, torch.Tensor]], source: str, dtype: torch.dtype) -> None:
     """Write a Hugging Face directory with what `source` holds beside its weights; one rank calls it.
 
     Args:
@@ -202,7 +233,7 @@ def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str
     """
     from huggingface_hub import save_torch_state_dict
 
-    with publish(folder, beside=False) as temporary:
+    with publish(folder, beside=False) as temporary, write_errors(folder):
         save_torch_state_dict({name: tensor.to("cpu", copy=True) for name, tensor in stream}, temporary,
                               filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
         copy_companions(Path(source), temporary, dtype, {"quantization_config": None})  # the weights are plain

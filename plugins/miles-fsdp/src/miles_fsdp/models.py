@@ -6,7 +6,7 @@ only scores and comes from the same directory is the actor in passes of another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +32,13 @@ from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
 from miles_fsdp.server_kernels import products, tables
+from miles_fsdp.stored import beside, stored_prefix
 from miles_fsdp.tensor_parallel import whole
 from miles_fsdp.trained import Trained
 from miles_fsdp.value import head_of
 
 ACTOR = "actor"
+SaveWeights = Callable[[Iterator[tuple[str, torch.Tensor]], Path], Iterator[tuple[str, torch.Tensor]]]
 
 
 class Models:
@@ -81,6 +83,11 @@ class Models:
     def base(self) -> str | None:
         """The actor's directory, if some of what it holds does not train."""
         return str(Path(self.start).resolve()) if self._frozen else None
+
+    @property
+    def warm(self) -> bool:
+        """Whether the actor began with the reference's weights."""
+        return self.start == self._config.checkpoint.ref_load
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,7 +164,7 @@ class Models:
 
         Those that train come first, so that who merges has what was added before the weights that it changes.
         """
-        model = self.actor.model
+        model, prefix = self.actor.model, stored_prefix(self.actor.model, Path(self.start))
         state = model.state_dict()  # first, as it shards again what a step that was refused has left whole
         named = dict(model.named_parameters(remove_duplicate=False))
         buffers = ((name, one) for name, one in state.items() if name not in named)
@@ -167,7 +174,19 @@ class Models:
             one = tensor.to(self.dtype) if name in named else tensor
             if isinstance(one, DTensor):
                 one = whole(one.to(self._ranks.device))
-            yield from revert_weight_conversion(model, {name: one}).items()
+            for stored, plain in revert_weight_conversion(model, {name: one}).items():
+                yield prefix + stored, plain
+
+    def whole(self, stream: Iterator[tuple[str, torch.Tensor]], hook: SaveWeights | None,
+              folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an export has: a stream as the hook save_weights leaves it, and behind it what the directory holds that
+        is no part of the model, as it is there: a tower beside the text model, layers for drafting."""
+        sent = set()
+        for name, tensor in stream if hook is None else hook(stream, folder):
+            sent.add(name)
+            yield name, tensor
+        if self._ranks.index == 0:
+            yield from beside(Path(self.start), sent, self.actor.model)
 
     def offload(self, tags: Sequence[str]) -> None:
         """See miles_core.stages.step.Trainer. Models that only score are in host memory anyhow."""

@@ -240,7 +240,7 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = 
                               got=", ".join(apart), who=folder, fix='write "tie_word_embeddings": false into its '
                               "config.json, or leave the tensor out of its files; engines would tie them")
     if (unread := sorted(report["unexpected_keys"])) and not body:
-        logger.warning("%s has %d tensors that the model does not have, and that are left out: %s", folder, len(unread),
+        logger.warning("%s has %d tensors that the model does not have, and that do not train: %s", folder, len(unread),
                        ", ".join(unread[:3]) + ", ..." * (len(unread) > 3))
     _turn_back(model, Path(folder))
     for part in model.modules():

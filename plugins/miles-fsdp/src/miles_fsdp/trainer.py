@@ -74,11 +74,11 @@ class FsdpTrainer:
                                        paths.hf_checkpoint) if path)
         iteration = checkpoint.latest(paths.load) if paths.load and not directory(paths.load) else None
         if iteration is not None and paths.load is not None:
-            start = checkpoint.base(paths.load, iteration) or str(paths.hf_checkpoint)
+            start = checkpoint.start(paths.load, iteration, paths)
         self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options, start)
         if iteration is None or paths.load is None:
             return Resume(0, None, start)
-        state = checkpoint.load(paths.load, iteration, self.models)
+        state = checkpoint.load(paths.load, iteration, self.models, self.ranks)
         return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
     def take_batch(self, batch: Batch) -> None:
@@ -163,9 +163,7 @@ class FsdpTrainer:
             self._beside.settle()
 
     def export(self, folder: Path) -> None:
-        stream = self.models.stream()
-        if self.hooks.save_weights is not None:
-            stream = self.hooks.save_weights(stream, folder)
+        stream = self.models.whole(self.models.stream(), self.hooks.save_weights, folder)
         if (mine := self._first_streams(stream)) is not None:
             checkpoint.export(folder, mine, self.models.start, self.models.dtype)
 

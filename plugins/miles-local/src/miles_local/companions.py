@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,10 @@ OF_QUANTISED = "hf_quant_config.json"
 """What ModelOpt says of quantised weights; engines believe it where config.json says nothing."""
 
 
+TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps a tokenizer's chat templates but for the one that is called default."""
+
+
 def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mapping[str, object] | None = None) -> None:
     """Copy it; config.json with the dtype of the new weights, and with `more`, in which None takes a key out.
 
@@ -30,9 +35,14 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mappin
         if (file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith(".")
                 and not (plain and file.name == OF_QUANTISED)):
             shutil.copyfile(file, target / file.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, target / TEMPLATES, copy_function=shutil.copyfile)
     with reading(str(source / "config.json"), CheckpointError):
-        config = dict(parse_json((target / "config.json").read_text(encoding="utf-8")))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        config: dict[str, Any] = dict(parse_json((target / "config.json").read_text(encoding="utf-8")))
     config |= more or {}
     config = {key: value for key, value in config.items() if value is not None or key not in (more or {})}
+    text, name = config.get("text_config"), str(dtype).removeprefix("torch.")
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+    if isinstance(text, dict):  # who loads the text model alone goes by its own
+        config["text_config"] = text | {key: name for key in ("dtype", "torch_dtype") if text.get(key) is not None}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_local.stored import check_archives, check_state, write_errors
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.record.publish import TEMPORARY, aside, publish, write_error
+from miles_core.record.publish import TEMPORARY, aside, publish
 from miles_core.types import LOCK, TRACKER
-from miles_megatron import checkpoint_integrity, checkpoint_write, cpu, foreign, index
+from miles_megatron import checkpoint_write, cpu, foreign, index
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.checkpoint_write import STATE, Staged
 from miles_megatron.optimizer import load_state, numbered_groups, prepare_state
@@ -198,7 +199,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         foreign_names = None if (source / STATE).is_file() else others(where)
         stored = index.read(where / ".metadata") if foreign_names is None else foreign_names
         try:
-            checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
+            check_archives(index.archives(where, dist.get_rank(), dist.get_world_size()))
             saved_state = _state(source) if foreign_names is None else {}
             _load_part(where, stored, foreign_names is not None, *part)
         except MilesError:
@@ -212,8 +213,8 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
 
 def _state(source: Path) -> dict:
     read = json.loads((source / STATE).read_text())
-    checkpoint_integrity.check_state(read, source / STATE)
     saved_state = read["state"]
+    check_state(saved_state, read.get("digest"), source / STATE)
     if "files" in saved_state:
         saved_state["files"] = {name: (source / Path(name).name).read_bytes() for name in saved_state["files"]}
     return saved_state
@@ -300,25 +301,6 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
     """Chunks of an interleaved pipeline are told apart; a sole one is called "model", as Megatron-LM does."""
     for i, chunk in enumerate(chunks):
         yield "model" if len(chunks) == 1 else f"model{i}", unwrap_model(chunk)
-
-
-@contextlib.contextmanager
-def write_errors(target: Path) -> Iterator[None]:
-    """Translate a failed write, as torch and Megatron report it, back into its original error.
-
-    An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed
-    write as an "unexpected pos".
-    """
-    try:
-        yield
-    except (CheckpointException, RuntimeError) as error:
-        text = str(error)
-        if errno := re.search(r"\[Errno (\d+)\][^\n]*", text):
-            raise write_error(target, OSError(int(errno[1]), errno[0])) from error
-        if "unexpected pos" in text or "PytorchStreamWriter" in text:
-            raise CheckpointError("the disk is full or failing", code="checkpoint-disk-failing", who=str(target),
-                                  fix="free some space; earlier checkpoints are intact") from error
-        raise
 
 
 @contextlib.contextmanager

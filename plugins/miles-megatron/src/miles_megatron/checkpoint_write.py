@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from miles_local.stored import digest
 
 from miles_core.record.publish import write_text
 from miles_core.types import TRACKER
-from miles_megatron import checkpoint_integrity, cpu
+from miles_megatron import cpu
 from miles_megatron.async_save import AsyncSave
 
 cpu.install()
@@ -149,7 +150,7 @@ class Staged:
             (self.temporary / name).write_bytes(data)
         state = {**self.state, **({"files": sorted(files)} if files else {})}
         (self.temporary / STATE).write_text(json.dumps({"iteration": self.iteration, "state": state,
-                                                        "digest": checkpoint_integrity.digest(state)}))
+                                                        "digest": digest(state)}))
 
 
 def _gathered(mine: object, group: dist.ProcessGroup | None) -> list | None:

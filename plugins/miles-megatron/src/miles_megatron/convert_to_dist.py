@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
+from miles_local.stored import write_errors
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -61,7 +62,7 @@ class ToDist(Conversion):
     def _work(self) -> Iterator[int]:
         name = f"__{self.rank.index}_0.distcp"
         self._written: list[tuple[WriteItem, WriteResult]] = []
-        with checkpoint.write_errors(self.job.target), open(self.job.target / name, "wb") as file:
+        with write_errors(self.job.target), open(self.job.target / name, "wb") as file:
             for one in self.mine:
                 self._written += [_append(file, name, piece) for piece in one.pieces(self._read(one))]
                 yield one.nbytes

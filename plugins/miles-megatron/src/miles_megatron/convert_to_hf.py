@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from miles_local.companions import copy_companions
+from miles_local.stored import check_archives
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -119,6 +120,7 @@ class ToHuggingFace(Conversion):
     def _load(self, where: _StorageInfo) -> torch.Tensor:
         file = self.job.source / where.relative_path
         try:
+            check_archives([(file, where.offset, where.length)])
             with open(file, "rb") as opened:
                 view = _create_file_view(opened, where.offset, where.length)
                 return torch.load(view, map_location="cpu", weights_only=True)

@@ -130,6 +130,15 @@ def places(path: Path) -> list[tuple[Path, int, int]]:
     return [(path.parent / name, begin, size) for name, begin, size in stored]
 
 
+def archives(folder: Path, rank: int, ranks: int) -> list[tuple[Path, int, int | None]]:
+    """This rank's share of the tensors in a folder of `.distcp` files, and of its common.pt; see stored.check_archives.
+
+    Raises:
+        CheckpointError: as `places`.
+    """
+    return [*places(folder / ".metadata"), (folder / "common.pt", 0, None)][rank::ranks]
+
+
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:
