@@ -206,7 +206,7 @@ class Buffer:
         return occupied < room + self.credit * (room > 0)
 
     def _cut(self) -> tuple[Taken, list[Slot]] | None:
-        """The next batch and the slots that stay, or None when it is not full yet."""
+        """The next batch and the slots that stay, oldest first, or None when it is not full yet."""
         slots = self._slots if not (self.resumes or self._overdue) else sorted(self._slots, key=lambda one: (
             not one.begun, not one.prompt or one.prompt.uid not in self._overdue))  # or they age, or never come
         if self.order == "started" and any(slot.outcome is None for slot in slots[self.batch_size - 1::-1]):
@@ -225,7 +225,7 @@ class Buffer:
             else:
                 taken.groups.append(slot.outcome)
             if len(taken.groups) == self.batch_size:
-                return taken, [slot for slot in self._slots if slot not in chosen]
+                return taken, [slot for slot in slots if slot not in chosen]
         return None
 
     async def _set_aside(self) -> bool:

@@ -207,6 +207,27 @@ def test_a_scorer_that_removes_a_sample_empties_its_mask_with_the_filter(batch):
         np.testing.assert_array_equal(sample.columns["loss_mask"], mask * (sample.index % 2))
 
 
+@pytest.mark.parametrize("given", [None, 3.0])
+def test_a_group_that_goes_on_after_it_was_scored_has_the_same_rewards_again(batch, given):
+    """Its reward, of several scorers, is no reward that the function which made the samples has given."""
+    group, calls = batch.groups[0], []
+    for sample in group.samples:
+        sample.reward = given
+
+    async def custom(samples):
+        return await scores(lambda args, sample: calls.append(sample) or float(sample.index), None, samples)
+
+    async def ones(sample):
+        return 1.0
+
+    scoring = Scoring({"custom": custom, "ones": ones}, {"custom": 0.5, "ones": 2.0}, weighted_sum, 60.0)
+    for _ in range(2):
+        asyncio.run(scoring(group))
+        assert [sample.reward for sample in group.samples] == [
+            2.0 + 0.5 * (sample.index if given is None else given) for sample in group.samples]
+    assert len(calls) == (len(group.samples) if given is None else 0)
+
+
 def test_a_label_is_to_a_function_what_the_row_has():
     """An object, as datasets of search-r1 have it, or a number; a text that only looks like one stays text."""
     for text, raw, expected in (('{"target": ["2"]}', {"target": ["2"]}, {"target": ["2"]}), ("2", 2, 2),

@@ -13,7 +13,12 @@ from miles_compat.args import Args
 from miles_compat.filters import call_dynamic_filter
 from miles_compat.loading import SingletonMeta, run
 from miles_compat.plugin import Compat, CompatOptions
-from miles_compat.requests import create_tool_call_parser, execute_tool_calls, update_sample_with_tool_responses
+from miles_compat.requests import (
+    create_tool_call_parser,
+    execute_tool_calls,
+    tokenize_tool_responses,
+    update_sample_with_tool_responses,
+)
 from miles_compat.sample import Sample, label_of
 from miles_compat.scorers import _core, batched_async_rm, compute_score, grade_answer_verl
 from miles_sglang.sync.disk import DiskSender
@@ -107,6 +112,20 @@ def test_calls_of_tools_are_made_and_their_answers_are_not_trained_on():
     sample.validate()
     with pytest.raises(HookError):
         create_tool_call_parser([], "pythonic")
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_a_turn_ends_once_whoever_wrote_its_end(end):
+    """The engine drew it, or the answer ended with a stop string and the template writes it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint())
+    sample = Sample(tokens=tokenizer.encode("Four?" + end, add_special_tokens=False))
+    sample.response_length = len(sample.tokens)
+    answer = [{"role": "tool", "name": "add", "content": "4"}]
+    update_sample_with_tool_responses(sample, answer, tokenizer)
+    assert tokenizer.decode(sample.tokens) == (
+        "Four?<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
+    after_an_end = "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenize_tool_responses(answer, tokenizer)) == after_an_end
 
 
 def test_requests_of_agents_have_openais_names():

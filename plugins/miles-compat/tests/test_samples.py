@@ -6,6 +6,7 @@ Hooks of this plugin: generate, filter_group, shape_rewards, reward.
 import asyncio
 import copy
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,8 @@ from miles_core.types import Prompt, Sample, Status
 
 PROMPT = Prompt(0, 0, "", (1, 2))
 SESSION = SimpleNamespace(
-    generation=SimpleNamespace(engine=SimpleNamespace(version=9), vocabulary=16, sampling=SamplingParams()),
+    generation=SimpleNamespace(engine=SimpleNamespace(version=9), vocabulary=16, sampling=SamplingParams(),
+                               on_response=lambda sample, response: sample),
     args=SimpleNamespace(reward_key="score", debug_train_only=False))
 
 
@@ -49,6 +51,23 @@ def test_what_is_trained_on_of_an_answer_has_its_own_log_probs(start):
     found = drawn(made([1, 2, 7, 7, 7, 7], 4, mask), PROMPT, 0, [answer([1, 2], [7, 7, 7, 7])], SESSION)
     expected = np.where(np.array(mask) > 0, [-3, -4, -5, -6], 0)
     assert found.columns["rollout_log_probs"].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("tokens", "columns", "read"), [
+    ([1, 2, 7, 8, 4, 5], None, 1), ([1, 2, 7, 8], None, 0), ([1, 2, 7, 8, 4, 5, 6], None, None),
+    ([1, 3, 7, 8], None, None), ([1, 2, 7, 8, 4, 5], {"routes": np.zeros(5)}, None)])
+def test_plugins_read_the_answer_that_a_sample_ends_with(tokens, columns, read):
+    """Also of several turns, and what they have read of an agent's stays; behind an answer nothing is known."""
+    answers = [answer([1, 2], [7, 8]), answer([1, 2, 7, 8, 4], [5])]
+    answers[1] = replace(answers[1], columns=columns)
+    seen = []
+    generation = SimpleNamespace(**vars(SESSION.generation) | {
+        "on_response": lambda sample, response: seen.append(response) or sample})
+    session = SimpleNamespace(generation=generation, args=SESSION.args)
+    mask = [int(token in (5, 7, 8)) for token in tokens[2:]]
+    found = drawn(made(tokens, len(mask), mask), PROMPT, 0, answers, session)
+    assert seen == ([] if read is None else [answers[read].response])
+    assert found.columns.get("routes") is (columns or {}).get("routes")
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, [0, 0]), ([-0.5, -1.5], [-0.5, -1.5])])
@@ -222,11 +241,13 @@ def test_a_host_without_an_address_is_said_to_be_one():
 def test_of_an_agents_session_only_what_was_drawn_can_be_trained_on():
     """A postprocessor may take tokens of the model out; those of the user cannot be put in."""
     columns = {"tokens": np.array([1, 2, 7, 8, 3, 9]), "loss_mask": np.array([1, 1, 0, 1], np.uint8),
-               "rollout_log_probs": np.array([-1, -2, 0, -3], np.float32), "versions": np.full(4, 5)}
+               "rollout_log_probs": np.array([-1, -2, 0, -3], np.float32), "versions": np.full(4, 5),
+               "routes": np.zeros(5)}
     answers = session_answers(Sample(PROMPT, 0, columns, 4), 1.0)
     found = drawn(made([1, 2, 7, 8, 3, 9], 4, [0, 1, 0, 1]), PROMPT, 0, answers, SESSION)
     assert found.columns["rollout_log_probs"].tolist() == [0, -2, 0, -3]
     assert found.columns["versions"].tolist() == [5] * 4
+    assert found.columns["routes"] is columns["routes"], "what plugins have read"
     with pytest.raises(HookError) as raised:
         drawn(made([1, 2, 7, 8, 3, 9], 4), PROMPT, 0, answers, SESSION)
     assert raised.value.code == "generate-function-trains-prompt"

@@ -180,7 +180,8 @@ def sample(tokens, length, mask, **more):
 
 
 SESSION = SimpleNamespace(generation=SimpleNamespace(engine=SimpleNamespace(version=9), vocabulary=16,
-                                                     sampling=SamplingParams()),
+                                                     sampling=SamplingParams(),
+                                                     on_response=lambda sample, response: sample),
                           args=SimpleNamespace(reward_key="score", debug_train_only=False))
 
 

@@ -13,13 +13,13 @@ import pytest
 from miles_dapo_filter.plugin import DapoFilter, DapoFilterOptions
 from miles_partial_rollout.plugin import PartialRollout, PartialRolloutOptions
 from miles_testing.clock import run_virtual
-from miles_testing.toy import toy_run
+from miles_testing.toy import toy_group, toy_run
 
 from miles_core.config.tables import Rollout, RunConfig
 from miles_core.errors import HookError
 from miles_core.loop import train
 from miles_core.record.replay import load_flow, save_flow
-from miles_core.stages.buffer import Slot
+from miles_core.stages.buffer import Buffer, Slot
 from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.stages.rollout import Generation, Response, SamplingParams, single_turn
 from miles_core.types import Drop, Group, Prompt
@@ -159,6 +159,21 @@ def test_no_token_is_lost_and_every_row_is_what_was_drawn(settings, seed):
     reports = [metrics for _, metrics in run.journal.rollouts]
     assert sum(m["rollout/called_back"] for m in reports) > 0
     assert max(m["rollout/resumed"] for m in reports) > 0
+
+
+def test_what_was_called_back_before_goes_on_before_what_began_later():
+    """It has its place behind them, since they began while it waited for one."""
+    back = []
+
+    async def requeue(slots):
+        back.extend(slot.prompt.uid for slot in slots)
+
+    groups = [toy_group(Prompt(uid, uid, "", (1,)), 0) for uid in (7, 8, 4, 5, 6)]
+    buffer = Buffer(2, 1, batches=9, credit=3, resumes=True, requeue=requeue)
+    buffer.restore(Slot(-1, group.prompt, tuple(group.samples) if group.prompt.uid < 7 else (), outcome=group)
+                   for group in groups)
+    taken = asyncio.run(buffer.take())
+    assert [group.prompt.uid for group in taken.groups] == [4, 5] and back == [6, 7, 8]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

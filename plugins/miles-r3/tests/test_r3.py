@@ -95,6 +95,15 @@ def test_what_a_server_computed_again_by_newer_weights_is_left_out(folder, flags
     assert np.array_equal(np.delete(column, left_out, 0), np.delete(drawn(), left_out, 0))
 
 
+def test_an_answer_tells_no_routes_of_what_a_conversation_drew_from_older_weights():
+    """Earlier turns were computed again by the weights of the last one."""
+    sample, response = answer(drawn())
+    sample.columns["versions"] = np.array([0, 0, 1, 1], np.int32)
+    column = routes_of(sample, response, SIZES)
+    assert np.flatnonzero((column == 255).all((1, 2))).tolist() == [2, 3]
+    assert np.array_equal(np.delete(column, [2, 3], 0), np.delete(drawn(), [2, 3], 0))
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_routes_are_those_of_the_answer_and_not_of_its_buffer(dtype):
     routes = drawn().astype(dtype)

@@ -82,12 +82,12 @@ def drawn(tokenizer, text, reason="stop", version=7):
     return ids, [-0.25] * len(ids), [version] * len(ids), reason
 
 
-def talk(talks, tokenizer, turns, *, most=512, begun=(), skip=False, **options):
+def talk(talks, tokenizer, turns, *, most=512, begun=(), skip=False, read=lambda sample, response: sample, **options):
     """(sample, engine) of one conversation."""
     engine = Scripted(turn if isinstance(turn, tuple) else drawn(tokenizer, turn) for turn in turns)
     generation = Generation(
         engine=engine, sampling=SamplingParams(max_new_tokens=most, skip_special_tokens=skip), samples=1, begun=begun,
-        key=lambda index, turn: rng.key(0, "train", 5, index, turn), timeout=10.0,
+        key=lambda index, turn: rng.key(0, "train", 5, index, turn), timeout=10.0, on_response=read,
         decode=lambda ids, skip: tokenizer.decode(list(ids), skip_special_tokens=skip))  # fmt: skip
     prompt = Prompt(5, 5, "", (0,), messages=ASK)
     sample, = asyncio.run(talks(**options).group(prompt, generation))
@@ -316,7 +316,7 @@ def test_a_conversation_that_was_called_back_goes_on_where_it_was(talks, tokeniz
     tail = (cut_turn[0][place:], cut_turn[1][place:], [8] * len(cut_turn[0][place:]), "stop")
     begun, _ = talk(talks, tokenizer, [*([first] if cut >= 2 else []), (*head, "abort")])
     assert begun.status is Status.ABORTED
-    begun.metadata = json.loads(json.dumps(begun.metadata))
+    begun.metadata = json.loads(json.dumps(begun.metadata | {"mark": "of a plugin"}))
     Columns().check(begun)
     if masked:
         begun.columns["loss_mask"] = np.zeros_like(begun.columns["loss_mask"])
@@ -329,9 +329,22 @@ def test_a_conversation_that_was_called_back_goes_on_where_it_was(talks, tokeniz
     assert set(sample.columns["versions"].tolist()) == {7, 8} or place == 0
     assert engine.requests[0].resumed == tuple(head[0]), "what a stop string may have begun in"
     assert sample.metadata["figures"]["turns"] == 2 and sample.metadata["figures"]["tool_calls"] == 1
+    assert sample.metadata["mark"] == "of a plugin" and "begun" not in sample.metadata
     assert engine.requests[0].key == rng.key(0, "train", 5, 0, 1 + (cut >= 2)), "no draw comes twice"
     again, engine = talk(talks, tokenizer, [], begun=[sample])
     assert again is sample and not engine.requests
+
+
+@pytest.mark.parametrize(("count", "reason", "reads"), [(5, "abort", 1), (0, "abort", 0), (5, "stop", 1)])
+def test_plugins_read_what_a_conversation_ends_with(talks, tokenizer, count, reason, reads):
+    """One that was called back while a tool ran ends with the tool's answer, of which no answer of the engine tells."""
+    ids, log_probs, versions, _ = drawn(tokenizer, "x" * count)
+    seen = []
+    sample, engine = talk(talks, tokenizer, ["<calc>12*34</calc><|im_end|>", (ids, log_probs, versions, reason)],
+                          read=lambda sample, response: seen.append((sample.length, response)) or sample)
+    assert len(engine.requests) == 2 and len(seen) == reads
+    for length, response in seen:
+        assert length == len(engine.requests[-1].input_ids) + len(response.output_ids) == sample.length
 
 
 def test_a_resumed_conversation_without_room_is_truncated_as_it_is(talks, tokenizer):

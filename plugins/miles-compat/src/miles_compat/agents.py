@@ -15,6 +15,7 @@ from miles_compat.paths import noted
 from miles_compat.rollout_types import GenerateFnInput, GenerateFnOutput
 from miles_compat.sample import runs_of, seen
 from miles_compat.session import CURRENT, Drawn
+from miles_core.columns import CORE
 from miles_core.errors import HookError
 
 if TYPE_CHECKING:
@@ -81,9 +82,11 @@ def _answers(made: Any, temperature: float) -> list[Drawn]:
     from miles_core.stages.rollout import Response
 
     prompt, columns = made.length - made.response_length, made.columns
+    read = {name: array for name, array in columns.items() if name not in {one.name for one in CORE}}
     return [Drawn(tuple(made.tokens[:prompt + start].tolist()),
                   Response(made.tokens[prompt + start:prompt + stop], columns["rollout_log_probs"][start:stop],
-                           columns["versions"][start:stop], "stop"), temperature)
+                           columns["versions"][start:stop], "stop"), temperature,
+                  read if stop == made.response_length else {})
             for start, stop in runs_of(columns["loss_mask"])]
 
 

@@ -77,12 +77,7 @@ async def _one(function: Callable[..., Any], args: Args, prompt: Prompt, index: 
                         got=repr(answer)[:100], who=WHO,
                         fix="return the sample that it was given, with tokens, response, response_length and status")
     found = [await hooks(one) for one in found]
-    made = [drawn(one, prompt, index, session.drawn, session) for one in found]
-    answers = [one.response for one in session.drawn]
-    if len(answers) == len(made) == 1 and made[0].status.finished:
-        whole = made[0].response_length == len(answers[0].output_ids)
-        made = [generation.on_response(made[0], answers[0])] if whole else made  # of more it could not tell
-    return made
+    return [drawn(one, prompt, index, session.drawn, session) for one in found]
 
 
 async def _called(function: Callable[..., Any], args: Args, sample: samples.Sample, generation: Generation,
@@ -128,8 +123,21 @@ def drawn(one: Any, prompt: Prompt, index: int, answers: Sequence[Drawn], sessio
         "tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs, "versions": versions,
     }
     metadata = samples.added(one.metadata, prompt.metadata)
-    return Sample(prompt, index, columns, len(mask), one.response, status, metadata=metadata,
-                  reward=reward_of(one, session.args), rollout=getattr(one, "rollout_id", None))
+    return _read(Sample(prompt, index, columns, len(mask), one.response, status, metadata=metadata,
+                        reward=reward_of(one, session.args), rollout=getattr(one, "rollout_id", None)),
+                 answers, generation)
+
+
+def _read(sample: Sample, answers: Sequence[Drawn], generation: Generation) -> Sample:
+    """With what plugins read from the answer that a sample ends with; of tokens behind it no answer could tell."""
+    tokens = tuple(sample.tokens.tolist())
+    for answer in reversed(answers if sample.status.finished else ()):
+        if tokens == (*answer.input_ids, *answer.response.output_ids.tolist()):
+            if answer.columns is None:
+                return generation.on_response(sample, answer.response)
+            sample.columns |= answer.columns
+            break
+    return sample
 
 
 def _parts(one: Any, name: str, vocabulary: int | None, *, prompt: int) -> tuple[np.ndarray, np.ndarray]:

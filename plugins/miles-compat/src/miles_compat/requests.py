@@ -109,7 +109,7 @@ async def execute_tool_calls(tool_calls: Sequence[Any], execute_one: Callable[..
 def update_sample_with_tool_responses(sample: Sample, tool_messages: Sequence[Mapping[str, Any]],
                                       tokenizer: Any) -> None:
     """Append what tools answered, which is not trained on."""
-    ids = tokenize_tool_responses(tool_messages, tokenizer)
+    ids = tokenize_tool_responses(tool_messages, tokenizer, sample.tokens[-1])
     sample.response += tokenizer.decode(ids)
     sample.tokens = [*sample.tokens, *ids]
     sample.response_length += len(ids)
@@ -117,8 +117,13 @@ def update_sample_with_tool_responses(sample: Sample, tool_messages: Sequence[Ma
     sample.rollout_log_probs = [*(sample.rollout_log_probs or ()), *[0.0] * len(ids)]
 
 
-def tokenize_tool_responses(tool_messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The ids that the chat template writes after a turn: these messages, and the opening of the next turn."""
+def tokenize_tool_responses(tool_messages: Sequence[Mapping[str, Any]], tokenizer: Any,
+                            after: int | None = None) -> list[int]:
+    """The ids that the chat template writes after a turn: these messages, and the opening of the next turn.
+
+    Args:
+        after: the turn's last id; None for one that has its end, as the engine draws it.
+    """
     from miles_tools.template import Template
 
-    return Template(tokenizer, {}).suffix(list(tool_messages), after=-1)
+    return Template(tokenizer, {}).suffix(list(tool_messages), tokenizer.eos_token_id if after is None else after)

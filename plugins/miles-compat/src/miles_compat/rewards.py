@@ -21,11 +21,9 @@ async def scores(function: Callable[..., Any], args: Args, samples: Sequence[Sam
 
     Plain functions run in a thread, like any plain scorer.
     """
-    def own(sample: Sample) -> bool:
-        return sample.reward is not None
-
-    if all(map(own, samples)):  # a generate function has scored them
-        return [cast("float", sample.reward) for sample in samples]
+    known = [_known(sample, "custom") for sample in samples]
+    if None not in known:
+        return cast("list[float]", known)
     whole = [one.name for one in arguments(function)][1:2] == ["samples"]
     function = ready(function)
     with lent(samples, scored=True, who="custom_rm_path") as found:
@@ -45,6 +43,12 @@ async def given(args: Args, sample: Sample) -> Any:
     from miles_compat import sample as of_miles
     from miles_compat.scorers import async_rm
 
-    if sample.reward is not None:
-        return sample.reward
+    if (known := _known(sample, "generated")) is not None:
+        return known
     return await async_rm(args, of_miles.seen(sample, 1))
+
+
+def _known(sample: Sample, scorer: str) -> float | None:
+    """The score of a sample that has one: the reward of the function that made it, and where a group went on after it
+    was scored, what the scorer gave it then. Its reward is of all scorers, with their weights."""
+    return sample.rewards.get(scorer, sample.reward)

@@ -17,6 +17,8 @@ from miles_compat.args import HOST
 from miles_core.errors import HookError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles_compat.args import Args
     from miles_core.stages.rollout import Generation, Response
     from miles_core.types import Prompt
@@ -30,11 +32,16 @@ LEFT = frozenset({"no_stop_trim", "spaces_between_special_tokens", "sampling_see
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One answer of the engine, the whole context that it followed, and the temperature that it was drawn at."""
+    """One answer of the engine, the whole context that it followed, and the temperature that it was drawn at.
+
+    Args:
+        columns: what plugins have read from it, where they did already.
+    """
 
     input_ids: tuple[int, ...]
     response: Response
     temperature: float = 1.0
+    columns: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass

@@ -20,6 +20,9 @@ def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) 
     """[T-1, layers, topk] of a sample of T tokens, as the column has them: the experts of every position that predicts
     one. They are the engine's own array where that fits.
 
+    Of a conversation they are the last answer's, by whose weights earlier turns were computed again: what was drawn
+    from older ones is left without.
+
     Layers without experts hold what the engine puts there. Rows of the column's `none` are positions without routes.
 
     Args:
@@ -43,7 +46,9 @@ def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) 
                          or experts.dtype.kind == "i" and experts.min() < -1):
         raise EngineError(f"routed experts should be below {sizes.experts}", got=f"{experts.min()} to {experts.max()}",
                           who=who, code="r3-routing-out-of-range", fix=LAYERS)
-    again = np.asarray(response.extra.get("computed_again", 0)) >= stale
+    again = np.zeros(len(experts), bool)
+    again[len(experts) - sample.response_length:] = sample.columns["versions"] < response.versions[0]
+    again |= np.asarray(response.extra.get("computed_again", 0)) >= stale
     routes = experts.astype(sizes.dtype, copy=bool(again.any()))  # -1 becomes 255 where they are unsigned
     if again.any():
         routes[again] = sizes.none

@@ -207,7 +207,12 @@ class _Conversation:
             sample.metadata["drop"] = dataclasses.asdict(self._drop)
         if status is Status.ABORTED:
             sample.metadata["begun"] = {"draws": self._draws, "mask": transcript.mask, **self._figures}
-        return sample if self._last is None else self._generation.on_response(sample, self._last)
+        if self._begun is not None:  # plugins may have marked it
+            sample.metadata = {key: mark for key, mark in self._begun.metadata.items() if key != "begun"
+                               } | sample.metadata
+        if self._last is None or status is Status.ABORTED and not transcript.last_turn:
+            return sample  # it ends with what no answer of the engine is about
+        return self._generation.on_response(sample, self._last)
 
     def _text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._generation.decode(ids, skip_special_tokens)
