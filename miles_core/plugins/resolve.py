@@ -176,16 +176,16 @@ def notes(selected: Sequence[Selected], config: RunConfig) -> list[str]:
     rollout, keeps, keys = config.rollout, keeper(selected), {hook: key for hook, _, key in choices(config)}
     picked = {(hook, name) for hook, name, _ in choices(config)}
     offers = {one.manifest.name: one.manifest.offers for one in selected if not one.ours and one.manifest.offers}
-    told = [f"plugin {name} has no part in this run: {keys[offered[0].hook]} does not name what it offers: "
-            + ", ".join({offer.name: 0 for offer in offered}) for name, offered in offers.items()
-            if all(offer.hook in keys and (offer.hook, offer.name) not in picked for offer in offered)]
+    unused = [f"plugin {name} has no part in this run: {keys[offered[0].hook]} does not name what it offers: "
+              + ", ".join({offer.name: 0 for offer in offered}) for name, offered in offers.items()
+              if all(offer.hook in keys and (offer.hook, offer.name) not in picked for offer in offered)]
     surplus = rollout.over_sampling_batch_size > rollout.rollout_batch_size
     if keeps is None or surplus or (rollout.max_lag and (rollout.batch_order == "window"
                                                          or rollout.pause_generation_mode == "abort")):
-        return told
-    return [*told, f"plugin {keeps} has nothing to keep: no group is called back without over-sampling "
-                   "(--over-sampling-batch-size), or sampling ahead (--max-lag) with --batch-order window or "
-                   "--pause-generation-mode abort"]
+        return unused
+    return [*unused, f"plugin {keeps} has nothing to keep: no group is called back without over-sampling "
+                     "(--over-sampling-batch-size), or sampling ahead (--max-lag) with --batch-order window or "
+                     "--pause-generation-mode abort"]
 
 
 def _resumes(selected: Sequence[Selected], config: RunConfig) -> None:
