@@ -168,7 +168,7 @@ def proven_trainer_part(proof: dict[str, str], selected: Sequence[Selected], con
 
 def hosted_trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks) -> Hosted:
     """`trainer_part` with what a host's driver asks beside the contract of a trainer."""
-    return Hosted(trainer_part(selected, config, rank, hooks), hooks, rank)
+    return Hosted(trainer_part(selected, config, rank, hooks), hooks, rank, config.rollout.num_steps_per_rollout)
 
 
 def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks | None = None) -> Any:

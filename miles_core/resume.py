@@ -75,14 +75,14 @@ def check_same_data(config: RunConfig, prompts: PromptSource | None, state: dict
 class Hosted:
     """A trainer of whatever kind and its plugins: what they remember is no matter of the trainer's author."""
 
-    def __init__(self, trainer: Trainer, hooks: Hooks, rank: Rank):
-        self._trainer, self._hooks, self._rank = trainer, hooks, rank
+    def __init__(self, trainer: Trainer, hooks: Hooks, rank: Rank, steps: int | None):
+        self._trainer, self._hooks, self._rank, self._steps = trainer, hooks, rank, steps
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
     def step(self, index: int) -> dict[str, float]:
-        return self._trainer.step(index) | self._hooks.timings()
+        return self._trainer.step(index) | (self._hooks.timings() if index + 1 == self._steps else {})
 
     def close(self) -> None:
         try:

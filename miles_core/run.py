@@ -392,7 +392,5 @@ class Run:
     def _passed_over(self, rollout_id: int, taken: Taken) -> None:
         for reason, count in taken.drops.items():
             self.journal.event("drop", rollout_id=rollout_id, reason=reason, count=count)
-        for kind, count in {**taken.drops, **taken.kinds}.items():
-            self.metrics[f"rollout/dynamic_filter/drop_{kind}"] = float(count)
-        for reason, count in taken.again.items():
-            self.metrics[f"rollout/sampled_again/{reason}"] = float(count)
+        self.metrics |= {f"rollout/sampled_again/{reason}": float(count) for reason, count in taken.again.items()} | {
+            f"rollout/dynamic_filter/drop_{kind}": float(count) for kind, count in (taken.drops | taken.kinds).items()}

@@ -182,7 +182,7 @@ class Perf:
     log_probs_chunk_size: int = option(1024, "Rows of logits in memory at once.", within=(1,))
     skip_zero_advantages: bool = option(
         False, "Skip samples whose advantages are all 0 in the steps where their gradient is 0; "
-        "metrics under train/ count them as 0.")
+        "means under train/ are over the others.")
     micro_batch_size: int = option(1, "Samples of a micro-batch, unless --use-dynamic-batch-size is on.", within=(1,))
     balance_data: bool = option(True, "Deal micro-batches to data-parallel ranks by load; off: in turn.")
     balance_by_flops: bool = option(False, "Measure that load in floating-point operations instead of tokens.")

@@ -125,15 +125,13 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                                 got=f"this is API {hookspecs.API}", who=f"{one.source} {one.version}",
                                 fix="install a version that matches miles-core", code="plugin-api-mismatch")
         for offer in one.manifest.offers:
-            if fit.hook_of(one, offer).kind == "named":
-                first = owners.setdefault((offer.hook, offer.name), one.manifest.name)
-                if first != one.manifest.name:
-                    raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
-                                     f"{first} and {one.manifest.name}", code="part-offered-twice",
-                                     who=" and ".join(fit.who(one, offer.hook, fit.located(one, mine))
-                                                      for one in selected for mine in one.manifest.offers
-                                                      if (mine.hook, mine.name) == (offer.hook, offer.name)),
-                                     fix="enable only one of them, or rename one")
+            named, part = fit.hook_of(one, offer).kind == "named", (offer.hook, offer.name)
+            if named and (first := owners.setdefault(part, one.manifest.name)) != one.manifest.name:
+                raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: {first} and {one.manifest.name}",
+                                 code="part-offered-twice", fix="enable only one of them, or rename one",
+                                 who=" and ".join(fit.who(one, offer.hook, fit.located(one, mine))
+                                                  for one in selected for mine in one.manifest.offers
+                                                  if (mine.hook, mine.name) == part))
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(selected, hook, name, key, owners, config) for hook, name, key in choices(config)]
@@ -170,20 +168,24 @@ def _official(hook: str) -> list[str]:
 
 def keeper(selected: Sequence[Selected]) -> str | None:
     """The plugin that keeps groups which were called back (hook unfinished); None where nobody does."""
-    return next((one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == "unfinished"),
-                None)
+    return next((s.manifest.name for s in selected if any(o.hook == "unfinished" for o in s.manifest.offers)), None)
 
 
 def notes(selected: Sequence[Selected], config: RunConfig) -> list[str]:
     """What has to be announced once plugins and configuration are known."""
-    rollout, keeps = config.rollout, keeper(selected)
+    rollout, keeps, keys = config.rollout, keeper(selected), {hook: key for hook, _, key in choices(config)}
+    picked = {(hook, name) for hook, name, _ in choices(config)}
+    offers = {one.manifest.name: one.manifest.offers for one in selected if not one.ours and one.manifest.offers}
+    unused = [f"plugin {name} has no part in this run: {keys[offered[0].hook]} does not name what it offers: "
+              + ", ".join({offer.name: 0 for offer in offered}) for name, offered in offers.items()
+              if all(offer.hook in keys and (offer.hook, offer.name) not in picked for offer in offered)]
     surplus = rollout.over_sampling_batch_size > rollout.rollout_batch_size
     if keeps is None or surplus or (rollout.max_lag and (rollout.batch_order == "window"
                                                          or rollout.pause_generation_mode == "abort")):
-        return []
-    return [f"plugin {keeps} has nothing to keep: no group is called back without over-sampling "
-            "(--over-sampling-batch-size), or sampling ahead (--max-lag) with --batch-order window or "
-            "--pause-generation-mode abort"]
+        return unused
+    return [*unused, f"plugin {keeps} has nothing to keep: no group is called back without over-sampling "
+                     "(--over-sampling-batch-size), or sampling ahead (--max-lag) with --batch-order window or "
+                     "--pause-generation-mode abort"]
 
 
 def _resumes(selected: Sequence[Selected], config: RunConfig) -> None:

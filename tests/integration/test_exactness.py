@@ -384,8 +384,15 @@ def test_samples_without_advantage_can_be_left_out(bench):
     for skip in (False, True):
         bench.configure({}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100, "skip_zero_advantages": skip})
         seen, inner = [], bench.trainer.objective._policy_loss
-        bench.trainer.objective._policy_loss = lambda inputs: (seen.extend(inputs.samples), inner(inputs))[1]  # noqa: B023
+
+        def watched(inputs, seen=seen, inner=inner):
+            seen.extend(inputs.samples)
+            loss, metrics = inner(inputs)
+            return loss, {**metrics, "one": torch.ones_like(loss)}
+
+        bench.trainer.objective._policy_loss = watched
         found[skip] = bench.step(dataclasses.replace(batch))
+        assert found[skip][0]["train/one"] == pytest.approx(1), "a mean of what was computed"
         assert (quiet & {id(sample) for sample in seen} == set()) is skip
     assert found[True][0]["train/skipped_samples"] == pytest.approx(len(quiet) / len(batch.samples))
     assert found[True][0]["train/loss"] == pytest.approx(found[False][0]["train/loss"], abs=1e-9)

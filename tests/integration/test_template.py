@@ -5,6 +5,7 @@ A rendered project is built, installed from its wheel in an environment of its o
 
 from __future__ import annotations
 
+import dataclasses
 import filecmp
 import itertools
 import os
@@ -23,6 +24,7 @@ from miles_testing.manifests import to_toml
 from miles_testing.stubs import listed
 
 from miles_core import __version__
+from miles_core.config.tables import TABLES
 from miles_core.errors import ConfigError, PluginError
 from miles_core.plugins.load import import_file
 from miles_core.plugins.manifest import of_source
@@ -99,6 +101,17 @@ def test_the_rendered_manifest_is_what_the_code_says(projects, name):
 @pytest.mark.parametrize("name", AWKWARD)
 def test_a_rendered_project_is_linted(projects, name):
     shell(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=projects[name])  # nothing is left in it
+
+
+def test_the_command_of_a_rendered_readme_chooses_what_the_plugin_offers(projects):
+    def flags(name):
+        command = (projects[name] / "README.md").read_text().partition("miles run ")[2].partition("\n")[0].split()
+        return dict(zip(command[1::2], command[2::2], strict=True))
+
+    assert flags("my-reward") == {"--plugin": "my-reward", "--rm-type": "my-reward"}
+    assert flags("a-b-c") == {"--plugin": "a-b-c"} and flags("tiny-family").keys() == {"--plugin", "--hf-checkpoint"}
+    known = {f"--{one.name.replace('_', '-')}" for table in TABLES.values() for one in dataclasses.fields(table)}
+    assert len(flags("x2")) > 8 and flags("x2").keys() - {"--plugin"} <= known and {*flags("x2").values()} == {"x2"}
 
 
 @pytest.mark.slow

@@ -136,13 +136,37 @@ def test_a_trainer_that_leaves_its_device_between_calls_takes_the_same_steps(tra
     assert all(np.array_equal(left["weights"][name], value) for name, value in stayed["weights"].items())
 
 
+ONE = '''
+"""A metric that is 1 at each token."""
+import dataclasses
+
+from miles_core import hookimpl
+
+
+class One:
+    """Watches."""
+
+    @hookimpl
+    def token_weights(self, weights, inputs):
+        return dataclasses.replace(weights, metrics={"one": inputs.mask})
+'''
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_samples_without_advantage_can_be_left_out(train, size):
+def test_samples_without_advantage_can_be_left_out(train, folder, size):
     """The steps are those of all samples: a reward of 0 is an advantage of 0 here, for a third of them."""
-    silent = ("--no-use-kl-loss", "--entropy-coef", "0")
+    (folder / "one.py").write_text(ONE)
+    silent = ("--no-use-kl-loss", "--entropy-coef", "0", "--plugin", str(folder / "one.py"))
     fewer, whole = train("fsdp", "qwen3", size, *silent, "--skip-zero-advantages"), train("fsdp", "qwen3", 1, *silent)
     skipped = [step.get("train/skipped_samples", 0) for step in fewer["steps"]]
     assert sum(skipped) / len(skipped) > 0.2, skipped
+    for found in (fewer, whole):
+        assert [step["train/one"] for step in found["steps"]] == pytest.approx([1] * 6), "a mean of what was computed"
+        first, last = found["steps"][-2:]
+        assert "perf/actor_train_tok_per_s" in last.keys() - first.keys(), "a rate is that of all steps"
+        tokens = last["perf/actor_train_tok_per_s"] * sum(step["perf/actor_train_time"] for step in (first, last))
+        assert tokens == pytest.approx(sum(s.length for s in found["batch"].samples
+                                           if found is whole or s.columns["advantages"].any()))
     for name in ("train/loss", "train/grad_norm"):
         assert max(abs(a[name] - b[name]) for a, b in zip(fewer["steps"], whole["steps"], strict=True)) <= 1e-5, name
     assert all(np.abs(fewer["weights"][name] - value).max() <= WEIGHTS for name, value in whole["weights"].items())

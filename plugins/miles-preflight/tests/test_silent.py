@@ -219,6 +219,8 @@ def test_what_destroys_or_ends_a_run_late_is_refused(plan, flags, key):
     (*SGLANG, "--sglang-enable-deterministic-inference"), ("--rollout-stop", "\n"),
     (*SGLANG, "--sglang-quantization", "fp8", "--debug-rollout-only"),
     (*PPO, "--num-rollout", 10, "--num-critic-only-steps", 6, "--lr-decay-style", "linear", "--lr-decay-iters", 4),
+    ("--plugin", "sft", "--generate", "sft", "--n-samples-per-prompt", 1, "--loss-type", "sft_loss", SKIP,
+     "--num-steps-per-rollout", 2),
 ], ids=str)
 def test_its_neighbour_is_planned(plan, flags):
     plan(*flags)

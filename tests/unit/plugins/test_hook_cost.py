@@ -12,6 +12,8 @@ from miles_testing.clock import run_virtual
 
 from miles_core.config.tables import RunConfig
 from miles_core.plugins import bind, fit, select
+from miles_core.resume import Hosted
+from miles_core.types import Rank
 
 SOURCE = """
 import asyncio, time
@@ -106,6 +108,19 @@ def test_what_proceed_takes_is_not_the_plugins(bound, clock):
     took = hooks.timings()
     assert took["perf/hooks/timed/train_step"] == pytest.approx(0.01 * (fit.ALL + 3))
     assert list(hooks.export_weights(item for item in [1])) == [1] and hooks.timings() == {}, "its time comes later"
+
+
+def test_the_optimizer_steps_of_a_rollout_add_up(bound, clock):
+    hooks = bound("trainer")
+
+    class Trainer:
+        def step(self, index):
+            return hooks.train_step(lambda: {"loss": 1.0}, None)
+
+    hosted = Hosted(Trainer(), hooks, Rank(), steps=3)
+    for _ in range(2):
+        assert [hosted.step(index) for index in range(3)] == [{"loss": 1.0}, {"loss": 1.0}, {
+            "loss": 1.0, "perf/hooks/timed/train_step": pytest.approx(0.03), "perf/hook_calls/timed/train_step": 3}]
 
 
 def test_the_cores_own_parts_are_not_timed(bound):

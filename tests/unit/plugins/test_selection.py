@@ -40,6 +40,17 @@ def enabled(*flags: str, run_file=None) -> list[str]:
     return [one.manifest.name for one in plan.selected if not one.ours and one.manifest.name != "grpo"]
 
 
+def test_a_plugin_whose_parts_no_option_names_is_announced(two):
+    def unused(*flags):
+        notes = prepare(None, [*BASE, "--plugin", "one", *flags]).notes
+        return [note for note in notes if "rollout.rm_type" in note and "one-reward" in note and "plugin one" in note]
+
+    assert len(unused("--rm-type", "math")) == 1
+    assert not unused("--rm-type", "math", "one-reward") and not unused("--rm-type", "one-reward")
+    assert not any("gspo" in note for note in prepare(None, [*BASE, "--advantage-estimator", "gspo", "--rm-type",
+                                                             "math"]).notes)
+
+
 @pytest.mark.parametrize("words", ["one", "miles-one", "miles-plugin-one", "miles-one:one"])
 def test_a_plugin_is_named_in_any_spelling(two, words):
     assert enabled("--plugin", words)[0] == "one"

@@ -61,6 +61,7 @@ class FsdpTrainer:
         self._batch: Batch | None = None
         self._sender: Sender | None = None
         self._actor_step = ActorStep(config, hooks)
+        self._pace: list[tuple[int, float]] = []  # tokens and seconds of each step
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -110,9 +111,17 @@ class FsdpTrainer:
         begin, access = time.perf_counter(), Access(self, index)
         metrics = self._actor_step(lambda: self.train(ACTOR, access.samples, self.objective), access)
         seconds = time.perf_counter() - begin
-        tokens = sum(sample.length for sample in access.samples)
-        return metrics | {"perf/actor_train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds,
-                          "perf/actor_train_tokens_per_gpu_per_sec": tokens / seconds / self.ranks.size}
+        taken = with_advantage(access.samples) if self.skips else access.samples
+        self._pace.append((sum(sample.length for sample in taken), seconds))
+        metrics["perf/actor_train_time"] = seconds
+        return metrics | self._rates() if index + 1 == (self.config.rollout.num_steps_per_rollout or 1) else metrics
+
+    def _rates(self) -> dict[str, float]:
+        """Of all steps of the rollout: a mean of their rates would hide a slow one."""
+        tokens, seconds = map(sum, zip(*self._pace, strict=True))
+        self._pace.clear()
+        return {"perf/actor_train_tok_per_s": tokens / seconds,
+                "perf/actor_train_tokens_per_gpu_per_sec": tokens / seconds / self.ranks.size}
 
     def end_batch(self) -> Batch | None:
         batch, self._batch = self.batch, None
@@ -226,12 +235,13 @@ class FsdpTrainer:
         columns.scatter(taken, self.ranks)
         if unscored and self.config.algorithm.true_on_policy_mode:
             check_equal(taken, SUSPECT)
-        total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
+        total = float(sum(token_weight[id(one)] * one.columns["loss_mask"].sum() for one in taken)) or 1.0
         # Ranks that share rows or layers have all of them worked out the same.
         mine = dict(shares) if self.ranks.counts else {}
         numbers = torch.stack([*mine.values()]).tolist() if mine else []  # all at once: each would wait for the device
         sums = self.ranks.sums(dict(zip(mine, numbers, strict=True)))
-        # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
+        # Metrics are means over what was taken, also where the reduction's weights do not add up to 1; the loss is what
+        # it is.
         metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total) for key, value in sums.items()}
         metrics |= self.models.step(name)
         if leaves_out:

@@ -121,8 +121,9 @@ class MegatronTrainer:
         if self._starting:
             self._started()
         metrics |= {"perf/actor_train_time": time.perf_counter() - begin}
+        taken = with_advantage(access.samples) if self.skips else access.samples
         self.throughput.add({"perf/actor_train_time": metrics["perf/actor_train_time"]},
-                            [sample.length for sample in access.samples])
+                            [sample.length for sample in taken])
         last = index + 1 == self.config.rollout.num_steps_per_rollout
         return metrics | self.throughput.rates() if last else metrics
 
@@ -284,8 +285,9 @@ class MegatronTrainer:
             scores.scatter()
             if self.config.algorithm.true_on_policy_mode:
                 check_equal(taken, SUSPECT)
-        # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
-        total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
+        # Metrics are means over what was taken, also where the reduction's weights do not add up to 1; the loss is what
+        # it is.
+        total = float(sum(token_weight[id(one)] * one.columns["loss_mask"].sum() for one in taken)) or 1.0
         with self.profiler.range("optimizer"):
             metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
                      for key, value in _totals(_numbers(shares)).items()} | model.step()

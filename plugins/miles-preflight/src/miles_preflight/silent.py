@@ -76,7 +76,7 @@ def _ratio(config: RunConfig) -> None:
     low, high = algorithm.eps_clip, algorithm.eps_clip_high
     if algorithm.skip_actor_forward_only:
         skip = "algorithm.skip_actor_forward_only"
-        if (rollout.num_steps_per_rollout or 1) > 1:
+        if (rollout.num_steps_per_rollout or 1) > 1 and algorithm.loss_type != "sft_loss":
             _refuse(config, "without a pass for the old policy the ratio is 1 in every step, although the weights have "
                     "moved since the first", "drop --skip-actor-forward-only, or take one optimizer step per rollout",
                     skip, "rollout.num_steps_per_rollout")
