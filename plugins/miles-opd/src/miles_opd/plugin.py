@@ -58,8 +58,13 @@ class OpdOptions:
         "opd_teacher", "Key of a prompt's metadata that names its teacher; without it: default.",
         flags=("--opd-teacher-key",),
     )
-    opd_teacher_timeout: float = option(60.0, "Seconds allowed for one sample, including retries.")
+    opd_teacher_timeout: float = option(60.0, "Seconds allowed for one request, including retries.")
     opd_teacher_concurrency: int = option(64, "Maximum number of concurrent requests to servers.")
+
+    @property
+    def teachers_top(self) -> int:
+        """How many of the teacher's own likeliest tokens the strategy looks at."""
+        return 0 if self.opd_top_k_strategy == "only-student" else self.opd_log_prob_top_k
 
 
 class Opd:
@@ -104,9 +109,7 @@ class Opd:
             if self._servers is None:
                 from miles_opd.server import Servers
 
-                of = self.options
-                self._servers = Servers(of.opd_teacher_urls, key=of.opd_teacher_key, timeout=of.opd_teacher_timeout,
-                                        top_k=of.opd_log_prob_top_k, concurrency=of.opd_teacher_concurrency)
+                self._servers = Servers.of(self.options)
             sample.columns |= await self._servers.score(sample)
         return 0.0
 
