@@ -12,13 +12,13 @@ from conftest import ROOT, serving
 from miles_core.record.events import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
-STUDENT = ROOT / "examples" / "arithmetic" / "tiny-qwen3"
+PROMPTS = ROOT / "examples" / "arithmetic" / "train.jsonl"
 
 
 def test_a_hosted_teacher_teaches_what_it_teaches_in_the_trainer(config, models, tmp_path):
     """Answers are longer than what one request is about; the server finds their beginnings in its cache."""
-    argv = ["run", "--no-live", "--hf-checkpoint", STUDENT, "--prompt-data", STUDENT.parent / "train.jsonl",
-            "--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--num-rollout", "2",
+    argv = ["run", "--no-live", "--hf-checkpoint", models["new"], "--prompt-data", PROMPTS, "--input-key", "prompt",
+            "--label-key", "label", "--apply-chat-template", "--num-rollout", "2",
             "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "80", "--no-bf16",
             "--threads", "1", "--lr", "1e-3", "--use-opd", "--opd-log-prob-top-k", "6"]
     holds = ["--opd-teacher-load", models["old"], "--rm-type", "math"]

@@ -7,7 +7,6 @@ from miles_flags.functions import parts_of
 
 from miles_core.config.load import load
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ConfigError
 
 
 def derived(*words: str) -> tuple[RunConfig, list[str]]:

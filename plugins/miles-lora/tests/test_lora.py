@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp2-sp": ("dense", (*TENSOR, "--sequence-parallel")),
     "tp2-sp-recompute": ("tied", (*TENSOR, "--sequence-parallel", "--recompute-granularity", "full")),
     "tp2-sp-fused": ("fused", (*TENSOR, "--sequence-parallel")),
+    "tp2-sp-delta": ("delta", (*TENSOR, "--sequence-parallel")),
     "pp2": ("dense", (*TWO, "--pipeline-model-parallel-size", 2)),
     "pp2-tied": ("tied", (*TWO, "--pipeline-model-parallel-size", 2)),
     "vpp": ("dense", (*TWO, "--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)),
@@ -76,7 +77,7 @@ def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, ada
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.slow)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow][name in ("tp2-sp", "tp2-sp-delta"):])
                                     for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layout):
     """Of A and of B, both far from 0; the base gets none."""
@@ -190,6 +191,37 @@ def test_a_resumed_run_goes_on_to_the_bit(checkpoint, adapter, plan, one, two, t
             np.testing.assert_allclose(resumed["weights"][name], weight, atol=2e-3, err_msg=name)
         else:
             np.testing.assert_array_equal(resumed["weights"][name], weight, err_msg=name)
+
+
+@pytest.mark.full
+def test_stacked_layers_come_back_under_another_layout(checkpoint, adapter, plan, one, two, tmp_path):
+    """Each of the layers stacked in one is cut by itself, in a checkpoint too."""
+    folder, flags, [first, *rest] = checkpoint("delta"), (*LORA, "--lora-adapter-path", adapter("delta")), rollouts(2)
+    straight = one.train(plan(folder, *flags), [first, *rest])
+    cut = plan(folder, *flags, *TENSOR, "--sequence-parallel")
+    two.train(cut, [copy.deepcopy(first)], save=tmp_path / "kept")
+    resumed = one.train(plan(folder, *flags, "--load", tmp_path / "kept"), rest)
+    for name, weight in straight["weights"].items():
+        np.testing.assert_allclose(resumed["weights"][name], weight, atol=2e-3, err_msg=name)
+
+
+OF_MEGATRON = ",".join(f"language_model.decoder.layers.*.{layer}" for layer in (
+    "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.in_proj", "self_attention.out_proj",
+    "mlp.experts.linear_fc1", "mlp.experts.linear_fc2", "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2"))
+
+
+@pytest.mark.full
+def test_layers_may_have_megatrons_names(checkpoint, plan, one):
+    """All of them by their paths are all-linear; experts alone leave the expert that every token passes as it is."""
+    def adapted(*flags):
+        run = plan(checkpoint("delta"), *LORA, "--experts-shared-outer-loras", *flags)
+        return split(one.train(run, rollouts())["weights"])[0]
+
+    whole, named = adapted(), adapted("--target-modules", OF_MEGATRON)
+    assert named.keys() == whole.keys() and all(np.array_equal(one, whole[name]) for name, one in named.items())
+    experts = adapted("--target-modules", "*.mlp.experts.linear_fc1")
+    assert experts.keys() == {name for name in whole if ".experts." in name and "down_proj" not in name}
 
 
 @pytest.mark.full

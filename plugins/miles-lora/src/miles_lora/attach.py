@@ -90,13 +90,8 @@ def _place(module: Any, target: Target, name: str) -> Place:
     if ".shared_experts." in name and config.moe_shared_expert_overlap:
         raise ConfigError("shared experts that compute beside the dispatcher cannot have an adapter", who=name,
                           fix=f"{fix}, or leave moe_shared_expert_overlap out", code="lora-shared-experts-unsupported")
-    place = Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
-                  bool(config.sequence_parallel))
-    if target.rule.join == "sections" and place.size > 1:
-        raise ConfigError("a layer of several sections can have an adapter only without tensor parallelism",
-                          code="lora-sections-tensor-parallel", got=f"tensor_model_parallel_size {place.size}",
-                          who=name, fix=fix)
-    return place
+    return Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
+                 bool(config.sequence_parallel))
 
 
 def _kinds() -> Iterator[tuple[str, type]]:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from miles_megatron import cpu, tensor_merges
+from miles_megatron.recurrent import apart
 from miles_megatron.specs import WeightMap
 from miles_megatron.weights import of_all_experts
 
@@ -156,6 +158,10 @@ class Adapters(torch.nn.Module):
         if self.target.rule.join == "halves" and self.place.size > 1:
             for key in (f"{prefix}{part}_B" for part in self.target.adapted):
                 sharded[key] = apply_swiglu_sharded_factory(sharded[key], offsets, False)
+        for number, part in enumerate(self.target.parts if self.target.rule.join == "sections" else ()):
+            if (key := f"{prefix}{part}_B") in sharded:
+                cut = tensor_merges.pieces(self.target.rule, own[f"{part}_B"], number)
+                sharded[key] = apart(sharded[key], ascii_lowercase[:len(cut)], tuple(map(len, cut)))
         return sharded
 
 
