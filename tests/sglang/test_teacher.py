@@ -21,9 +21,12 @@ def test_a_hosted_teacher_teaches_what_it_teaches_in_the_trainer(config, models,
             "--label-key", "label", "--apply-chat-template", "--num-rollout", "2",
             "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "80", "--no-bf16",
             "--threads", "1", "--lr", "1e-3", "--use-opd", "--opd-log-prob-top-k", "6"]
-    holds = ["--opd-teacher-load", models["old"], "--rm-type", "math"]
+    holds = ["--opd-teacher-load", models["old"], "--rm-type", "teacher_only"]
+    functions = "miles.rollout.on_policy_distillation"  # as Miles's launch scripts of a hosted teacher have it
+    script = ["--opd-type", "sglang", "--custom-rm-path", f"{functions}.reward_func",
+              "--custom-reward-post-process-path", f"{functions}.post_process_rewards", "--rm-url"]
     with serving(replace(config, surfaces={"server": {"max_total_tokens": 8192}}), "teacher.log") as url:
-        asks = ["--opd-teacher-urls", url, "--rm-type", "math", "on_policy_distillation"]
+        asks = [*script, f"{url}/generate"]
         for strategy in ("only-student", "union"):
             runs = [steps([*argv, "--opd-top-k-strategy", strategy, *kind], tmp_path / f"{strategy}-{place}")
                     for place, kind in enumerate((asks, holds))]

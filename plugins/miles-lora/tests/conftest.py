@@ -29,6 +29,10 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-siz
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization", "--advantage-estimator", "grpo",
        "--lr", "1e-2")  # fmt: skip
+LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16,
+              num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+              moe_intermediate_size=24, first_k_dense_replace=1)
+"""Latent attention, two of whose layers every tensor-parallel rank has whole."""
 
 
 def config_of(kind):
@@ -40,7 +44,7 @@ def config_of(kind):
             patch_size=14), mm_tokens_per_image=4, boi_token_index=261, eoi_token_index=262, image_token_index=263)
     more = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS), "tied": ("qwen3", {"tie_word_embeddings": True}),
             "fused": ("glm4", {"partial_rotary_factor": 0.5}), "packed": ("gemma4_text", PACKED),
-            "delta": ("qwen3_5_moe_text", DELTA)}
+            "delta": ("qwen3_5_moe_text", DELTA), "latent": ("deepseek_v3", LATENT)}
     model_type, extra = more[kind]
     return AutoConfig.for_model(model_type, **{**SIZES, **extra})
 
