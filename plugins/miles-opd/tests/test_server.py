@@ -248,6 +248,22 @@ def test_the_teacher_of_each_sample_is_asked_on_every_rank(served, tmp_path):
     assert asked["one"] == asked["other"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.integration
+def test_a_rank_whose_teacher_fails_ends_the_run_at_once(served, tmp_path):
+    """The other rank has its answers and would wait for those."""
+    rows = [{"prompt": f"{n}+1=", "label": "1", "metadata": {"opd_teacher": ("good", "bad")[n == 0]}} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def empty(answer):
+        return {"meta_info": {**answer["meta_info"], "input_token_ids_logprobs": []}}
+
+    outcome = miles([*RUN, "--prompt-data", tmp_path / "rows.jsonl", "--rm-type", "on_policy_distillation",
+                     "--opd-log-prob-top-k", "4", "--opd-teacher-urls", f"good={served()}",
+                     f"bad={served(change=empty)}", "--actor-num-gpus-per-node", "2", "--run-dir", "run"], tmp_path)
+    assert outcome.code == 1 and "[opd-server-answer-invalid]" in outcome.err and outcome.seconds < 60
+
+
 def steps(argv, folder):
     """Loss, divergence and the teacher's log-probs of each rollout of a run."""
     outcome = miles([*argv, "--run-dir", folder], folder.parent)
