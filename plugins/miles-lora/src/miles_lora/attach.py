@@ -82,12 +82,12 @@ def _place(module: Any, target: Target, name: str) -> Place:
         ConfigError: a layer of another kind, or one whose cut nothing here knows.
     """
     kind = next((kind for kind, cls in _kinds() if isinstance(module, cls)), None)
-    if kind == WHOLE:
+    if kind == WHOLE and not getattr(module.weight, "tensor_model_parallel", False):
         return Place(kind, parallel_state.get_tensor_model_parallel_group(), False,
                      bool(getattr(module.weight, "sequence_parallel", False)))
     config: Any = getattr(module, "config", None)
     fix = f"add --exclude-modules {','.join(target.adapted)}"
-    if kind is None or getattr(module, "gather_output", False):
+    if kind in (None, WHOLE) or getattr(module, "gather_output", False):
         raise ConfigError(f"a layer of type {type(module).__name__} cannot have an adapter",
                           code="lora-layer-unsupported", who=name, fix=fix)
     if ".shared_experts." in name and config.moe_shared_expert_overlap:

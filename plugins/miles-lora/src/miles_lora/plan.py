@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_core.reading import parse_json
-from miles_lora.targets import chosen, last, without_plain_attention
+from miles_lora.targets import PLAIN, chosen, last, without_plain_attention
 
 TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 """In the names of what reads images and sound beside a language model."""
@@ -37,7 +37,7 @@ def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], ran
 
 def without_layers(folder: Path, wanted: Sequence[str]) -> list[str]:
     """See `targets.without_plain_attention`; nothing where there are no files."""
-    return without_plain_attention((name for name, _ in _shapes(folder)), wanted)
+    return without_plain_attention((name for name, _ in _shapes(folder)), wanted) if {*wanted} & {*PLAIN} else []
 
 
 def rank_of(adapter: Path) -> int | None:

@@ -79,9 +79,11 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
                         "q, k and v, and gate and up, have adapters of their own here", "leave it out"),
         "--lora-alpha": (options.lora_alpha, not options.lora_alpha > 0, "adapters would not count", "16 is usual"),
         "--lora-rank": (rank, rank is not None and rank < 1, "adapters of no rank are none", "32 is usual"),
-        "--target-modules": (options.target_modules, not all(map(of_all_layers, words(options.target_modules))),
-                             "adapters are those of all layers, by the last words of their names",
-                             "write such as q_proj,gate_proj, linear_qkv,linear_fc1, or all-linear"),
+        **{flag: (names, not all(map(of_all_layers, words(names))),
+                  "adapters are those of all layers, by the last words of their names",
+                  "write such as q_proj,gate_proj, linear_qkv,linear_fc1, or all-linear")
+           for flag, names in (("--target-modules", options.target_modules),
+                               ("--exclude-modules", options.exclude_modules))},
         "--experts-shared-outer-loras": (True, options.experts_shared_outer_loras and config.perf.trainer == "fsdp",
                                          "experts have no adapters to share there", "train with --trainer megatron, or "
                                          "leave it out"),

@@ -150,11 +150,11 @@ def choice(names: Collection[str], wanted: Sequence[str], excluded: Sequence[str
         if unknown := [target for target in unknown if target not in passed]:
             raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
                               fix=f"choose from {known}, or write {ALL}", code="lora-target-unknown")
-    found = {name for name in names if chosen(name, wanted, excluded)}
-    if not found:
+    adapted = {name for name in names if chosen(name, wanted, excluded)}
+    if not adapted:
         raise ConfigError("no layer is left to get an adapter", who="--target-modules, --exclude-modules",
                           fix=f"choose from {known}", code="lora-no-target-left")
-    return found
+    return adapted
 
 
 def chosen(name: str, wanted: Iterable[str], excluded: Iterable[str]) -> bool:

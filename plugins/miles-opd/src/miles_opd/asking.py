@@ -10,7 +10,6 @@ import numpy as np
 import torch.distributed as dist
 
 from miles_core.errors import MilesError
-from miles_opd.server import Servers
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
@@ -36,7 +35,7 @@ def teacher_at_student(samples: Sequence[Sample], options: OpdOptions) -> list[n
 
 def _answers(samples: Sequence[Sample], options: OpdOptions, at_once: int) -> list[np.ndarray] | MilesError:
     """Of one rank. An error is a value, for others wait for this rank's share."""
-    servers = Servers.of(options)
+    servers = options.servers()
 
     def ask(sample: Sample) -> np.ndarray:
         tokens = sample.columns.get("opd_student_tokens")  # none where no row is trained on

@@ -114,10 +114,10 @@ class _TopK:
         from miles_opd.asking import teacher_at_student
 
         samples = self.access.samples
-        for sample, found in zip(samples, teacher_at_student(samples, self.options), strict=True):
+        for sample, at_student in zip(samples, teacher_at_student(samples, self.options), strict=True):
             known = {name: torch.from_numpy(sample.columns[name]) for name in CARRIED if name in sample.columns}
             if "opd_student_top" in known:  # rows are trained on
-                divergence = self._compared(known, torch.from_numpy(found))
+                divergence = self._compared(known, torch.from_numpy(at_student))
                 sample.columns |= {name: values.numpy() for name, values in divergence.items()}
 
     def _best(self, rows: ScoredRows, whose: str) -> Found:

@@ -66,6 +66,13 @@ class OpdOptions:
         """How many of the teacher's own likeliest tokens the strategy looks at."""
         return 0 if self.opd_top_k_strategy == "only-student" else self.opd_log_prob_top_k
 
+    def servers(self) -> Servers:
+        """The teachers that are behind servers."""
+        from miles_opd.server import Servers
+
+        return Servers(self.opd_teacher_urls, key=self.opd_teacher_key, timeout=self.opd_teacher_timeout,
+                       top_k=self.teachers_top, concurrency=self.opd_teacher_concurrency)
+
 
 class Opd:
     """On-policy distillation: the student samples, and a teacher says of each token how likely it finds it."""
@@ -107,9 +114,7 @@ class Opd:
         """Let the sample's server score it; the number is 0, what was learnt is in the columns."""
         if sample.prompt.stream == "train":
             if self._servers is None:
-                from miles_opd.server import Servers
-
-                self._servers = Servers.of(self.options)
+                self._servers = self.options.servers()
             sample.columns |= await self._servers.score(sample)
         return 0.0
 

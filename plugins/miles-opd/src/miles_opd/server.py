@@ -27,7 +27,6 @@ from miles_core.hosts import in_daemon_thread
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
-    from miles_opd.plugin import OpdOptions
 
 DEFAULT = "default"
 PAUSE = 0.5
@@ -56,12 +55,6 @@ class Servers:
         self._key, self._timeout, self._top_k = key, timeout, top_k
         self._slots = asyncio.Semaphore(concurrency)
 
-    @classmethod
-    def of(cls, options: OpdOptions) -> Servers:
-        """Those of a run."""
-        return cls(options.opd_teacher_urls, key=options.opd_teacher_key, timeout=options.opd_teacher_timeout,
-                   top_k=options.teachers_top, concurrency=options.opd_teacher_concurrency)
-
     async def score(self, sample: Sample) -> dict[str, np.ndarray]:
         """The sample's columns from its teacher: teacher_log_probs [R], with top-k its likeliest tokens and theirs.
 
@@ -82,20 +75,20 @@ class Servers:
         Raises:
             RewardError: as `score`.
         """
-        url, found = self._url(sample), np.zeros(tokens.shape, np.float32)
+        url, log_probs = self._url(sample), np.zeros(tokens.shape, np.float32)
         trained, prompt = sample.columns["loss_mask"] > 0, sample.length - sample.response_length
         for begin in range(0, len(tokens), WINDOW):
             rows = begin + np.flatnonzero(trained[begin:begin + WINDOW])
             if not rows.size:
                 continue
             first, end = prompt + int(rows[0]), prompt + int(rows[-1]) + 1
-            asked = np.unique(tokens[rows])
+            candidates = np.unique(tokens[rows])
             # What is said about a token is predicted at the one before it.
-            payload = _payload(sample.tokens[:end], first - 1) | {"token_ids_logprob": asked.tolist()}
+            payload = _payload(sample.tokens[:end], first - 1) | {"token_ids_logprob": candidates.tolist()}
             answer = post(url, payload, self._timeout)
-            scored = read_tokens(answer, sample, asked, (first, end), url)
-            found[rows] = np.take_along_axis(scored[rows - rows[0]], np.searchsorted(asked, tokens[rows]), 1)
-        return found
+            scored = read_tokens(answer, sample, candidates, (first, end), url)[rows - rows[0]]
+            log_probs[rows] = np.take_along_axis(scored, np.searchsorted(candidates, tokens[rows]), 1)
+        return log_probs
 
     def _url(self, sample: Sample) -> str:
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
@@ -167,7 +160,7 @@ def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[s
     return columns
 
 
-def read_tokens(answer: dict[str, Any], sample: Sample, asked: np.ndarray, span: tuple[int, int],
+def read_tokens(answer: dict[str, Any], sample: Sample, candidates: np.ndarray, span: tuple[int, int],
                 url: str) -> np.ndarray:
     """Log-probs [N, C] of C ids in place of each of N tokens of a sample.
 
@@ -182,8 +175,9 @@ def read_tokens(answer: dict[str, Any], sample: Sample, asked: np.ndarray, span:
         scored, rows = (answer["meta_info"][f"input_{name}_logprobs"][1:] for name in ("token", "token_ids"))
         _same([entry[1] for entry in scored], sample.tokens[first:end])
         for row in rows:
-            _same([entry[1] for entry in row], asked)
-        log_probs = np.array([[entry[0] for entry in row] for row in rows], np.float32).reshape(end - first, len(asked))
+            _same([entry[1] for entry in row], candidates)
+        log_probs = np.array([[entry[0] for entry in row] for row in rows], np.float32)
+        log_probs = log_probs.reshape(end - first, len(candidates))
         _finite(log_probs)
     return log_probs
 
