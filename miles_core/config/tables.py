@@ -179,7 +179,7 @@ class Perf:
     max_tokens_per_gpu: int | None = option(None, "Maximum number of tokens of a packed micro-batch.", within=(1,))
     log_probs_max_tokens_per_gpu: int | None = option(
         None, "The same for passes without gradient; default: --max-tokens-per-gpu.", within=(1,))
-    log_probs_chunk_size: int = option(1024, "Rows of logits in memory at once.", within=(1,))
+    log_probs_chunk_size: int = option(1024, "Rows of logits in memory at once; -1: all.", within=(-1,))
     skip_zero_advantages: bool = option(
         False, "Skip samples whose advantages are all 0 in the steps where their gradient is 0; "
         "means under train/ are over the others.")

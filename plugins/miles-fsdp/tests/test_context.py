@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.module import CausalModule, check_shared, shard
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
-from miles_fsdp.scored import Temperature
+from miles_fsdp.scored import Scored, Temperature
 from miles_testing.sample_inputs import canned_samples
 
 from miles_core.columns import Columns
@@ -66,6 +67,13 @@ def rank(index, size, kind, meeting, answers):
         ranks.leave()
     except BaseException:  # noqa: BLE001  the other process tells it
         answers.put((index, traceback.format_exc(), None))
+
+
+def test_rows_are_scored_some_at_a_time_or_all_at_once():
+    lengths = {rows: [len(range(9)[chunk]) for chunk in Scored(
+        torch.zeros(9, 4), lambda some: some, SimpleNamespace(mine=slice(None)), Temperature(1.0, rows))._chunks()]
+        for rows in (4, -1)}
+    assert lengths == {4: [4, 4, 1], -1: [9]}
 
 
 @pytest.mark.full  # two processes that import torch

@@ -21,10 +21,11 @@ def test_kernels_are_torchs_way(entropy, temperature, monkeypatch):
     monkeypatch.setattr(logits, "BLOCK", 64)
 
     def way(hidden, weight, targets, kernels):
+        chunk = 3 if kernels else -1  # rows at once, or all
         monkeypatch.setattr(scored, "by_kernels", lambda _: kernels)
         batch = SimpleNamespace(mine=slice(None), targets=targets, context=ALONE, counts=(7,))
         rows = scored.Scored(hidden, lambda some: torch.tanh(some @ weight.t()), batch,
-                             scored.Temperature(temperature, 3))
+                             scored.Temperature(temperature, chunk))
         return rows.with_entropy(entropy != "none", entropy == "trained")
 
     compare(partial(way, kernels=True), partial(way, kernels=False), entropy_gradient=entropy == "trained")

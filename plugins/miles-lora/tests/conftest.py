@@ -19,12 +19,20 @@ PACKED = dict(num_experts=4, top_k_experts=2, moe_intermediate_size=24, enable_m
               layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=16, attention_k_eq_v=True,
               num_global_key_value_heads=1, hidden_size_per_layer_input=0, rms_norm_eps=1.0, tie_word_embeddings=True)
 """A mixture that keeps all experts of a layer in one tensor."""
+DELTA = dict(layer_types=["linear_attention", "full_attention"] * 2, linear_key_head_dim=8, linear_value_head_dim=12,
+             linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2,
+             moe_intermediate_size=24, shared_expert_intermediate_size=24)
+"""Gated delta nets, whose layers are several stacked, and an expert that every token passes."""
 RANK, ALPHA = 4, 12
 
 RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization", "--advantage-estimator", "grpo",
        "--lr", "1e-2")  # fmt: skip
+LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16,
+              num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+              moe_intermediate_size=24, first_k_dense_replace=1)
+"""Latent attention, two of whose layers every tensor-parallel rank has whole."""
 
 
 def config_of(kind):
@@ -35,7 +43,8 @@ def config_of(kind):
             hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
             patch_size=14), mm_tokens_per_image=4, boi_token_index=261, eoi_token_index=262, image_token_index=263)
     more = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS), "tied": ("qwen3", {"tie_word_embeddings": True}),
-            "fused": ("glm4", {"partial_rotary_factor": 0.5}), "packed": ("gemma4_text", PACKED)}
+            "fused": ("glm4", {"partial_rotary_factor": 0.5}), "packed": ("gemma4_text", PACKED),
+            "delta": ("qwen3_5_moe_text", DELTA), "latent": ("deepseek_v3", LATENT)}
     model_type, extra = more[kind]
     return AutoConfig.for_model(model_type, **{**SIZES, **extra})
 

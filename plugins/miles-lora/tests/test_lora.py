@@ -25,6 +25,9 @@ LAYOUTS = {
     "tp2-sp": ("dense", (*TENSOR, "--sequence-parallel")),
     "tp2-sp-recompute": ("tied", (*TENSOR, "--sequence-parallel", "--recompute-granularity", "full")),
     "tp2-sp-fused": ("fused", (*TENSOR, "--sequence-parallel")),
+    "tp2-sp-delta": ("delta", (*TENSOR, "--sequence-parallel")),
+    "tp2-latent": ("latent", TENSOR),
+    "tp2-sp-latent": ("latent", (*TENSOR, "--sequence-parallel")),
     "pp2": ("dense", (*TWO, "--pipeline-model-parallel-size", 2)),
     "pp2-tied": ("tied", (*TWO, "--pipeline-model-parallel-size", 2)),
     "vpp": ("dense", (*TWO, "--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)),
@@ -76,8 +79,9 @@ def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, ada
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.slow)
-                                    for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [
+    name if name in ("tp2-sp", "tp2-sp-delta", "tp2-sp-latent") else pytest.param(name, marks=pytest.mark.slow)
+    for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layout):
     """Of A and of B, both far from 0; the base gets none."""
     kind, flags = LAYOUTS[layout]
@@ -190,6 +194,55 @@ def test_a_resumed_run_goes_on_to_the_bit(checkpoint, adapter, plan, one, two, t
             np.testing.assert_allclose(resumed["weights"][name], weight, atol=2e-3, err_msg=name)
         else:
             np.testing.assert_array_equal(resumed["weights"][name], weight, err_msg=name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["delta", "latent"])
+def test_layers_that_are_cut_otherwise_come_back_under_another_layout(checkpoint, adapter, plan, one, two, tmp_path,
+                                                                      kind):
+    """Those stacked in one are each cut by themselves, in a checkpoint too; others are not cut at all."""
+    folder, flags, [first, *rest] = checkpoint(kind), (*LORA, "--lora-adapter-path", adapter(kind)), rollouts(2)
+    straight = one.train(plan(folder, *flags), [first, *rest])
+    cut = plan(folder, *flags, *TENSOR, "--sequence-parallel")
+    two.train(cut, [copy.deepcopy(first)], save=tmp_path / "kept")
+    resumed = one.train(plan(folder, *flags, "--load", tmp_path / "kept"), rest)
+    for name, weight in straight["weights"].items():
+        np.testing.assert_allclose(resumed["weights"][name], weight, atol=2e-3, err_msg=name)
+
+
+OF_MEGATRON = ",".join(f"language_model.decoder.layers.*.{layer}" for layer in (
+    "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.in_proj", "self_attention.out_proj",
+    "mlp.experts.linear_fc1", "mlp.experts.linear_fc2", "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2"))
+
+
+OF_GLM = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,q_a_proj,kv_a_proj_with_mqa,q_b_proj,kv_b_proj"
+
+
+@pytest.mark.full
+def test_a_list_of_both_kinds_of_attention_trains_the_one_that_there_is(checkpoint, plan, two):
+    """As launchers of GLM-5 name layers, and by Megatron's names."""
+    flags = (*LORA, *TENSOR, "--sequence-parallel", "--experts-shared-outer-loras")
+    whole, listed, named = (split(two.train(plan(checkpoint("latent"), *flags, *more), rollouts())["weights"])[0]
+                            for more in ((), ("--target-modules", OF_GLM), ("--target-modules", ",".join((
+                                "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+                                "linear_proj", "linear_fc1", "linear_fc2")))))
+    assert any("kv_a_proj_with_mqa.lora_B" in name and tensor.any() for name, tensor in whole.items())
+    for other in (listed, named):
+        assert other.keys() == whole.keys() and all(np.array_equal(one, whole[name]) for name, one in other.items())
+
+
+@pytest.mark.full
+def test_layers_may_have_megatrons_names(checkpoint, plan, one):
+    """All of them by their paths are all-linear; experts alone leave the expert that every token passes as it is."""
+    def adapted(*flags):
+        run = plan(checkpoint("delta"), *LORA, "--experts-shared-outer-loras", *flags)
+        return split(one.train(run, rollouts())["weights"])[0]
+
+    whole, named = adapted(), adapted("--target-modules", OF_MEGATRON)
+    assert named.keys() == whole.keys() and all(np.array_equal(one, whole[name]) for name, one in named.items())
+    experts = adapted("--target-modules", "*.mlp.experts.linear_fc1")
+    assert experts.keys() == {name for name in whole if ".experts." in name and "down_proj" not in name}
 
 
 @pytest.mark.full

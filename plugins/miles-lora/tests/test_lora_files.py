@@ -13,13 +13,13 @@ from miles_lora import peft
 from miles_lora.merging import Base, merged
 from miles_lora.plugin import Lora, LoraOptions
 from miles_lora.served import modules
-from miles_lora.targets import INSIDE, added, alone, names_of, targets
+from miles_lora.targets import INSIDE, added, alone, choice, names_of, targets
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.testing.ranks import batches
 from miles_testing.forked import miles
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from miles_core.config.tables import Perf, Rollout, RunConfig
+from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig
 from miles_core.errors import CheckpointError, ConfigError, SyncError
 
 ROOT = Path(__file__).parents[3]
@@ -163,6 +163,39 @@ def test_rules_of_adapters_name_layers_as_peft_does():
         targets(LAYER, ("gate_proj",), ())
     with pytest.raises(ConfigError, match="no layer is left"):
         targets(LAYER, ("q_proj",), ("q_proj",))
+
+
+NAMES = [f"model.layers.0.{name}" for name in (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.1.gate_proj",
+    "mlp.experts.1.up_proj", "mlp.shared_expert.up_proj", "linear_attn.in_proj_qkv", "linear_attn.out_proj")]
+PATH = "language_model.decoder.layers.*."
+
+
+@pytest.mark.parametrize(("wanted", "found"), [
+    (("linear_qkv",), NAMES[:2]), (("linear_proj", "in_proj"), [NAMES[2], NAMES[7]]), (("linear_fc1",), NAMES[3:7]),
+    ((f"{PATH}mlp.linear_fc1",), [NAMES[3]]), ((f"{PATH}mlp.experts.linear_fc1",), NAMES[4:6]),
+    (("*.mlp.shared_experts.linear_fc1", "linear_k"), [NAMES[1], NAMES[6]]),
+    ((f"{PATH}self_attention.out_proj", "up_proj"), [NAMES[5], NAMES[6], NAMES[8]]),
+])
+def test_layers_go_by_megatrons_names_too(wanted, found):
+    assert choice(NAMES, wanted, ()) == set(found)
+
+
+LATENT = [f"model.layers.0.self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")]
+
+
+def test_latent_attention_has_no_keys_of_its_own(tmp_path):
+    """Lists of launch scripts name the layers of both kinds of attention; a plan says which there are not."""
+    wanted = ("q_proj", "k_proj", "v_proj", "o_proj", "q_b_proj")
+    assert choice(LATENT, wanted, ()) == {LATENT[1], LATENT[3]}
+    for names, absent in ((LATENT, ("o_proj", "gate_proj")), (NAMES, ("v_proj",))):
+        with pytest.raises(ConfigError) as caught:
+            choice(names, absent, ())
+        assert caught.value.code == "lora-target-unknown" and str(caught.value.got) == absent[-1]
+    save_file({f"{name}.weight": torch.zeros(2, 2) for name in LATENT}, tmp_path / "model.safetensors")
+    config, notes = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path))), []
+    Lora(LoraOptions(lora_rank=8, target_modules=",".join(wanted)), config).check(config, notes.append)
+    assert len(notes) == 1 and "q_proj, k_proj, v_proj" in notes[0]
 
 
 def test_a_rank_is_needed_and_a_server_is_told_of_it(checkpoint):

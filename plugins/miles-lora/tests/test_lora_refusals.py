@@ -20,7 +20,9 @@ RANK = ("--lora-rank", 4)
     ((*MERGED, "--sglang-max-lora-rank", 8), None), ((*MERGED, "--sglang-enable-lora"), "--weight-sync"),
     ((*ALONE, "--pause-generation-mode", "in_place"), "--pause-generation-mode"), (MERGED, None), (ALONE, None),
     (("--lora-rank", 0), "--lora-rank"), (("--lora-alpha", 0), "--lora-alpha"), ((), None),
-    (("--target-modules", "decoder.layers.*.self_attention.linear_proj"), "--target-modules"),
+    (("--target-modules", "decoder.layers.0.self_attention.linear_proj"), "--target-modules"),
+    (("--exclude-modules", "decoder.layers.0.self_attention.linear_proj"), "--exclude-modules"),
+    (("--target-modules", "decoder.layers.*.self_attention.linear_proj"), None),
     (("--lora-dropout", 0.1), "--lora-dropout"), (("--lora-type", "lora"), "--lora-type"),
 ], ids=str)
 def test_servers_that_hold_adapters(checkpoint, plan, flags, who):

@@ -20,7 +20,7 @@ def naive(hidden, weight, targets, temperature, softcap=None):
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_size", [5, 23, None])
+@pytest.mark.parametrize("chunk_size", [5, 23, -1, None])
 def test_it_is_log_softmax_with_gradients(temperature, chunk_size, softcap):
     hidden, weight, targets = inputs()
     ours = token_log_probs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size,

@@ -39,6 +39,7 @@ def test_every_remedy_takes_less_than_the_run_does():
     assert remedies("step 0", PACKED) == [
         "--log-probs-chunk-size 512", "--recompute-granularity full", "--max-tokens-per-gpu 4096",
         "--optimizer-cpu-offload", "--tensor-model-parallel-size 2, or more ranks"]
+    assert remedies("step 0", replace(PACKED, perf=replace(PACKED.perf, log_probs_chunk_size=-1)))[0].endswith(" 1024")
     spare = replace(PACKED, surfaces={"megatron": {"recompute_granularity": "full", "optimizer_cpu_offload": True,
                                       "tensor_model_parallel_size": 4}},
                     perf=Perf(micro_batch_size=4, log_probs_chunk_size=128))

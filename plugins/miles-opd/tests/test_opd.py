@@ -72,7 +72,6 @@ REFUSED = [
     ("asks a server", {"opd_teacher_load": "/tmp"}, {"rm_type": [ESTIMATOR]}),
     ("never be queried.*--rm-type", SERVER, {}),
     ("temperature 1", SERVER, {"rm_type": [ESTIMATOR], "temperature": 0.7}),
-    ("only-teacher", {**SERVER, "opd_log_prob_top_k": 4}, {"rm_type": [ESTIMATOR]}),
     ("at least 0", {"opd_teacher_load": "/tmp", "opd_log_prob_top_k": -1}, {}),
     ("at least 0", {"opd_teacher_load": "/tmp", "opd_kl_coef": float("nan")}, {}),
     ("above 0", {"opd_teacher_load": "/tmp", "opd_teacher_timeout": 0}, {}),

@@ -76,12 +76,14 @@ def log_probs(teacher, tokens):
 
 def score(teacher, payload):
     """What SGLang answers, see the docstring of miles_opd/server.py."""
-    tokens = payload["input_ids"]
-    assert payload["return_logprob"] and payload["logprob_start_len"] == 0
+    tokens, start = payload["input_ids"], payload["logprob_start_len"]
+    assert payload["return_logprob"]
     assert payload["sampling_params"]["max_new_tokens"] == 0
-    rows = log_probs(teacher, tokens)
+    rows, tokens = log_probs(teacher, tokens)[start:], tokens[start:]
     scored = [[None, tokens[0], None]] + [[float(row[t]), t, None] for row, t in zip(rows, tokens[1:], strict=True)]
     meta = {"input_token_logprobs": scored}
+    if asked := payload.get("token_ids_logprob"):
+        meta["input_token_ids_logprobs"] = [None, *([[float(row[t]), t, None] for t in asked] for row in rows)]
     if k := payload.get("top_logprobs_num"):
         best = [row.topk(k) for row in rows]
         meta["input_top_logprobs"] = [None, *([[float(v), int(i), None] for v, i in zip(*row, strict=True)]
@@ -89,9 +91,12 @@ def score(teacher, payload):
     return {"meta_info": meta}
 
 
+def servers(urls, timeout=60.0, top_k=0):
+    return Servers(urls, key="opd_teacher", timeout=timeout, top_k=top_k, concurrency=4)
+
+
 def ask(urls, sample, timeout=60.0, top_k=0):
-    servers = Servers(urls, key="opd_teacher", timeout=timeout, top_k=top_k, concurrency=4)
-    return asyncio.run(servers.score(sample))
+    return asyncio.run(servers(urls, timeout, top_k).score(sample))
 
 
 def sample(**metadata):
@@ -116,6 +121,38 @@ def test_top_k_are_the_teachers_likeliest_tokens(served, teacher):
     np.testing.assert_allclose(found["opd_teacher_top"], values, rtol=1e-6)
     np.testing.assert_array_equal(found["opd_teacher_tokens"], tokens)
     assert found["opd_teacher_tokens"].dtype == np.int32
+
+
+def test_any_tokens_are_scored_in_place_of_the_samples_window_by_window(served, teacher, monkeypatch):
+    monkeypatch.setattr(server, "WINDOW", 2)
+    made, requests = make_sample(0, 0, 0.0, (0, 1, 1, 1, 0, 0, 0, 1)), []
+    tokens = np.random.default_rng(0).integers(0, 264, (8, 3)).astype(np.int32)
+
+    def seen(answer):
+        requests.append(len(answer["meta_info"]["input_token_ids_logprobs"]) - 1)
+        return answer
+
+    found = servers([served(change=seen)]).score_tokens(made, tokens)
+    expected = log_probs(teacher, made.tokens.tolist())[-8:].gather(1, torch.from_numpy(tokens).long()).numpy()
+    trained = made.columns["loss_mask"] > 0
+    np.testing.assert_allclose(found[trained], expected[trained], rtol=1e-6)
+    assert not found[~trained].any()
+    assert requests == [1, 2, 1], "about trained tokens alone"
+
+
+def test_an_answer_about_tokens_that_were_not_asked_about_is_refused(served):
+    def other(answer):
+        answer["meta_info"]["input_token_ids_logprobs"][1][0][1] = 99
+        return answer
+
+    with pytest.raises(RewardError) as caught:
+        servers([served(change=other)]).score_tokens(sample(), np.array([[3, 4]] * 3))
+    assert caught.value.code == "opd-server-answer-invalid"
+
+
+def test_the_last_id_of_the_vocabulary_comes_back_as_sglang_calls_it(served):
+    """scheduler_components/logprob_result_processor.py of 0.5.16: `x if x < vocab_size - 1 else 0`."""
+    assert len(ask([served(change=spoil(1, 0))], sample())["teacher_log_probs"]) == 3
 
 
 def test_a_samples_metadata_names_its_teacher(served):
@@ -168,28 +205,71 @@ RUN = ["run", "--no-live", "--hf-checkpoint", STUDENT, "--prompt-data", STUDENT.
        "on_policy_distillation"]
 
 
+SETS = ("only-teacher", "only-student", "intersection", "union", "xor")
+
+
 @pytest.mark.full
 @pytest.mark.integration
-def test_a_server_and_the_trainer_teach_the_same(served, teacher, tmp_path):
+@pytest.mark.parametrize("top", [None, *SETS])
+def test_a_server_and_the_trainer_teach_the_same(served, teacher, tmp_path, top):
     """Two rollouts with the same teacher here and there: the same tokens, divergences and losses."""
     teacher.save_pretrained(tmp_path / "teacher")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(STUDENT / file, tmp_path / "teacher")
-    asks = ["--opd-teacher-urls", served(), "--rm-type", "math", "on_policy_distillation"]
-    holds = ["--opd-teacher-load", tmp_path / "teacher", "--rm-type", "math"]
-    runs = {}
-    for kind, flags, top in (("asks", asks, 0), ("holds", holds, 0), ("asks", asks, 6), ("holds", holds, 6)):
-        argv = [*RUN, *flags, "--run-dir", f"{kind}-{top}"]
-        argv += ["--opd-log-prob-top-k", top, "--opd-top-k-strategy", "only-teacher"] if top else []
-        outcome = miles(argv, tmp_path)
-        assert outcome.code == 0, outcome.err
-        metrics = [e["metrics"] for e in read(tmp_path / f"{kind}-{top}" / "events.jsonl") if e["event"] == "metrics"]
-        runs[kind, top] = [(m["train/loss"], m["rollout/opd_reverse_kl"], m["rollout/teacher_log_probs"])
-                           for m in metrics]
-    for top in (0, 6):
-        np.testing.assert_allclose(runs["asks", top], runs["holds", top], rtol=1e-4)
-        assert runs["asks", top][0] != runs["asks", top][1]
-    assert runs["asks", 0][0] != runs["asks", 6][0]
+    kinds = {"asks": ["--opd-teacher-urls", served(), "--rm-type", "math", "on_policy_distillation"],
+             "holds": ["--opd-teacher-load", tmp_path / "teacher", "--rm-type", "math"]}
+    sets = ["--opd-log-prob-top-k", 6, "--opd-top-k-strategy", top] if top else []
+    runs = {kind: steps([*RUN, *flags, *sets], tmp_path / kind) for kind, flags in kinds.items()}
+    np.testing.assert_allclose(runs["asks"], runs["holds"], rtol=1e-4)
+    assert runs["asks"][0] != runs["asks"][1]
+
+
+@pytest.mark.full
+@pytest.mark.integration
+def test_the_teacher_of_each_sample_is_asked_on_every_rank(served, tmp_path):
+    """Two ranks of a layer, and of the data: each asks about its share, of the teacher that the row names."""
+    rows = [{"prompt": f"{n}+1=", "label": str(n + 1), "metadata": {"opd_teacher": ("one", "other")[n % 2]}}
+            for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"one": 0, "other": 0}
+
+    def counting(name):
+        def count(answer):
+            asked[name] += "input_token_ids_logprobs" in answer["meta_info"]
+            return answer
+
+        return f"{name}={served(change=count)}"
+
+    flags = [*RUN, "--prompt-data", tmp_path / "rows.jsonl", "--rm-type", "on_policy_distillation",
+             "--opd-log-prob-top-k", "4", "--opd-teacher-urls", *map(counting, asked), "--actor-num-gpus-per-node", "2"]
+    found = [steps([*flags, *layout], tmp_path / str(place)) for place, layout in enumerate((
+        [], ["--tensor-model-parallel-size", "2"]))]
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    assert asked["one"] == asked["other"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.integration
+def test_a_rank_whose_teacher_fails_ends_the_run_at_once(served, tmp_path):
+    """The other rank has its answers and would wait for those."""
+    rows = [{"prompt": f"{n}+1=", "label": "1", "metadata": {"opd_teacher": ("good", "bad")[n == 0]}} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def empty(answer):
+        return {"meta_info": {**answer["meta_info"], "input_token_ids_logprobs": []}}
+
+    outcome = miles([*RUN, "--prompt-data", tmp_path / "rows.jsonl", "--rm-type", "on_policy_distillation",
+                     "--opd-log-prob-top-k", "4", "--opd-teacher-urls", f"good={served()}",
+                     f"bad={served(change=empty)}", "--actor-num-gpus-per-node", "2", "--run-dir", "run"], tmp_path)
+    assert outcome.code == 1 and "[opd-server-answer-invalid]" in outcome.err and outcome.seconds < 60
+
+
+def steps(argv, folder):
+    """Loss, divergence and the teacher's log-probs of each rollout of a run."""
+    outcome = miles([*argv, "--run-dir", folder], folder.parent)
+    assert outcome.code == 0, outcome.err
+    metrics = [event["metrics"] for event in read(folder / "events.jsonl") if event["event"] == "metrics"]
+    return [(m["train/loss"], m["rollout/opd_reverse_kl"], m["rollout/teacher_log_probs"]) for m in metrics]
 
 
 def test_addresses():

@@ -70,7 +70,7 @@ REFUSED = {
     "adam_eps should be at least 0": ["--adam-eps", -1e-8],
     "lr_warmup_iters should be at least 0": ["--lr-warmup-iters", -3],
     "lr_decay_iters should be at least 1": ["--lr-decay-iters", 0],
-    "log_probs_chunk_size should be at least 1": ["--log-probs-chunk-size", -1],
+    "log_probs_chunk_size should be at least -1": ["--log-probs-chunk-size", -2],
     "log_probs_max_tokens_per_gpu should be at least 1": ["--log-probs-max-tokens-per-gpu", 0],
     "rollout.rollout_batch_size should be at least 1": ["--rollout-batch-size", 0],
     "rollout.n_samples_per_prompt should be at least 1": ["--n-samples-per-prompt", -8],

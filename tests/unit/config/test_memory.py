@@ -98,6 +98,8 @@ def test_the_peak_of_the_log_probs_is_what_torch_allocates():
                                                            vocab=vocab, ffn=384, checkpoint=True))
     config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens, log_probs_chunk_size=chunk))
     assert estimate._logits(config, model, fused=False) == pytest.approx(most, rel=0.15)
+    every, named = (replace(config, perf=replace(config.perf, log_probs_chunk_size=rows)) for rows in (-1, tokens))
+    assert estimate._logits(every, model, False) == estimate._logits(named, model, False) > most
 
 
 def test_the_kernels_for_log_probs_have_a_chunk_in_16_bits_once():

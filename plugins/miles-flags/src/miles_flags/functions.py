@@ -7,7 +7,6 @@ from typing import Any
 
 from miles_core.config.load import with_values
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.errors import ConfigError
 from miles_flags.settings import custom_config
 from miles_flags.table import table
 
@@ -78,18 +77,9 @@ def _of_miles(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
 
 
 def _distilled(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """Miles names a teacher's server as --rm-url, which is --opd-teacher-urls of plugin opd.
-
-    Raises:
-        ConfigError: a server is to say how likely the student's likeliest tokens are.
-    """
+    """Miles names a teacher's server as --rm-url, which is --opd-teacher-urls of plugin opd."""
     url = config.options.get("remote-rm", {}).get("rm_url")
     opd = config.options.get("opd")
-    strategy = (opd or {}).get("opd_top_k_strategy", "only-student")
-    if opd and opd.get("opd_log_prob_top_k") and strategy != "only-teacher" and (url or opd.get("opd_teacher_urls")):
-        raise ConfigError("a teacher's server is asked for its own likeliest tokens alone", who="--opd-top-k-strategy",
-                          got=strategy, fix="--opd-top-k-strategy only-teacher, or a teacher in the trainer "
-                          "(--opd-teacher-load)", code="opd-top-k-strategy-unsupported")
     if opd is None or not url or opd.get("opd_teacher_urls") or "on_policy_distillation" not in config.rollout.rm_type:
         return config
     note("--rm-url: the teacher's server, as --opd-teacher-urls")

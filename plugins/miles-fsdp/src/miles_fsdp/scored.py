@@ -118,8 +118,9 @@ class Scored:
 
     def _chunks(self) -> Iterator[slice]:
         """At least one, so that a micro-batch without trained rows has a gradient of zero."""
-        size = self._temperature.chunk_size
-        return (slice(begin, begin + size) for begin in range(0, max(1, len(self.hidden)), size))
+        rows, size = max(1, len(self.hidden)), self._temperature.chunk_size
+        size = size if size > 0 else rows
+        return (slice(begin, begin + size) for begin in range(0, rows, size))
 
 
 def by_kernels(logits: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from miles_megatron.specs import WeightMap
 from miles_megatron.weights import global_parameters, instances
 
 from miles_core.errors import ConfigError
-from miles_lora.layers import COLUMN, ROW, Adapters, Place, shares_keys
+from miles_lora.layers import COLUMN, ROW, WHOLE, Adapters, Place, shares_keys
 from miles_lora.targets import Switch, Target
 
 cpu.install()
@@ -82,26 +82,25 @@ def _place(module: Any, target: Target, name: str) -> Place:
         ConfigError: a layer of another kind, or one whose cut nothing here knows.
     """
     kind = next((kind for kind, cls in _kinds() if isinstance(module, cls)), None)
+    if kind == WHOLE and not getattr(module.weight, "tensor_model_parallel", False):
+        return Place(kind, parallel_state.get_tensor_model_parallel_group(), False,
+                     bool(getattr(module.weight, "sequence_parallel", False)))
     config: Any = getattr(module, "config", None)
     fix = f"add --exclude-modules {','.join(target.adapted)}"
-    if kind is None or getattr(module, "gather_output", False):
+    if kind in (None, WHOLE) or getattr(module, "gather_output", False):
         raise ConfigError(f"a layer of type {type(module).__name__} cannot have an adapter",
                           code="lora-layer-unsupported", who=name, fix=fix)
     if ".shared_experts." in name and config.moe_shared_expert_overlap:
         raise ConfigError("shared experts that compute beside the dispatcher cannot have an adapter", who=name,
                           fix=f"{fix}, or leave moe_shared_expert_overlap out", code="lora-shared-experts-unsupported")
-    place = Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
-                  bool(config.sequence_parallel))
-    if target.rule.join == "sections" and place.size > 1:
-        raise ConfigError("a layer of several sections can have an adapter only without tensor parallelism",
-                          code="lora-sections-tensor-parallel", got=f"tensor_model_parallel_size {place.size}",
-                          who=name, fix=fix)
-    return place
+    return Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
+                 bool(config.sequence_parallel))
 
 
 def _kinds() -> Iterator[tuple[str, type]]:
     yield COLUMN, ColumnParallelLinear
     yield ROW, RowParallelLinear
+    yield WHOLE, torch.nn.Linear
     if not cpu.no_transformer_engine():
         from megatron.core.extensions import transformer_engine as te
 
@@ -119,18 +118,25 @@ def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: Weight
 def _on_layer(module: Any, adapters: Adapters, switch: Switch) -> None:
     """Have a linear layer add what its adapters give, and keep them in its checkpoints."""
     module.adapters = adapters
-    forward, sharded = module.forward, module.sharded_state_dict
+    forward = module.forward
 
-    def adapted(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        output, bias = forward(x, *args, **kwargs)
-        return (output + adapters(x) if switch.on else output), bias
+    def adapted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        result = forward(x, *args, **kwargs)
+        if not switch.on:
+            return result
+        return (result[0] + adapters(x), *result[1:]) if isinstance(result, tuple) else result + adapters(x)
+
+    module.forward = adapted
+    if adapters.place.kind == WHOLE:  # Megatron keeps such a layer with all that it holds
+        return
+    sharded = module.sharded_state_dict
 
     def entries(prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> ShardedStateDict:
         # The layer's own would take what it does not know for the same on every rank.
         own = _without(f"{prefix}adapters.", sharded(prefix, sharded_offsets, metadata))
         return own | adapters.entries(f"{prefix}adapters.", sharded_offsets, metadata["dp_cp_group"])
 
-    module.forward, module.sharded_state_dict = adapted, entries
+    module.sharded_state_dict = entries
 
 
 def _on_group(experts: Any, layers: Mapping[str, Sequence[Adapters]], switch: Switch) -> None:

@@ -5,6 +5,7 @@ The rank is small, so what travels between tensor-parallel ranks is what lies be
     layer cut along its outputs    A whole on every rank, B cut; A x of a sequence's part is gathered
     ... within a group of heads    B whole, too, as a rank has no even share of q, k and v: it takes its rows of all
     layer cut along its inputs     A cut, B whole on every rank; the parts of A x are added up
+    layer that is not cut          A and B whole on every rank, for the rank's part of the sequence: nothing travels
     an expert                      the same, but the dispatcher of tokens gathers and adds up: nothing is left to do
 
 Where a rank's gradient of what is whole on every rank is a part of it, the parts are added up: with Megatron's own sum
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from miles_megatron import cpu, tensor_merges
+from miles_megatron.recurrent import apart
 from miles_megatron.specs import WeightMap
 from miles_megatron.weights import of_all_experts
 
@@ -36,7 +39,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # noqa: E402
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
-COLUMN, ROW = "column", "row"
+COLUMN, ROW, WHOLE = "column", "row", "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Place:
     """Where a linear layer stands among the ranks.
 
     Args:
-        kind: COLUMN or ROW: cut along its outputs or its inputs.
+        kind: COLUMN or ROW, cut along its outputs or its inputs, or WHOLE.
         group: its tensor-parallel ranks.
         expert: tokens are brought and results added up by the dispatcher.
         sequence: its input, or output, is a part of the sequence.
@@ -84,7 +87,8 @@ class Adapters(torch.nn.Module):
             drawn_by = of_all_experts(name) if target.outer == "A" else name
             first = _drawn(rank, weight.shape[1], place if cut else None, f"{seed}/{drawn_by}/{part}", weight)
             self._add(f"{part}_A", first, weight, whole=not cut, axis=1)
-            self._add(f"{part}_B", weight.new_zeros(count, rank), weight, whole=cut or self.shares_keys, axis=0)
+            self._add(f"{part}_B", weight.new_zeros(count, rank), weight, axis=0,
+                      whole=place.kind != COLUMN or self.shares_keys)
 
     def _add(self, name: str, value: torch.Tensor, weight: torch.Tensor, whole: bool, axis: int) -> None:
         holder = self._outer[0] if self._outer and name.endswith(self.target.outer) else self
@@ -104,7 +108,7 @@ class Adapters(torch.nn.Module):
         names = self.target.adapted
         first = [self._of_all(pairs[f"{name}_A"], COLUMN) for name in names]
         between = F.linear(x, torch.cat(first) if len(first) > 1 else first[0])
-        if place.size > 1 and not place.expert:
+        if place.size > 1 and not place.expert and place.kind != WHOLE:
             between = _travelled(between, place)
         if self.shares_keys:
             return self.scale * F.linear(between, self._rows_of_all({name: pairs[f"{name}_B"] for name in names}))
@@ -156,6 +160,10 @@ class Adapters(torch.nn.Module):
         if self.target.rule.join == "halves" and self.place.size > 1:
             for key in (f"{prefix}{part}_B" for part in self.target.adapted):
                 sharded[key] = apply_swiglu_sharded_factory(sharded[key], offsets, False)
+        for number, part in enumerate(self.target.parts if self.target.rule.join == "sections" else ()):
+            if (key := f"{prefix}{part}_B") in sharded:
+                cut = tensor_merges.pieces(self.target.rule, own[f"{part}_B"], number)
+                sharded[key] = apart(sharded[key], ascii_lowercase[:len(cut)], tuple(map(len, cut)))
         return sharded
 
 

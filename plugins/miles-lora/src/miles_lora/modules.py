@@ -31,7 +31,7 @@ def attach(model: PreTrainedModel, folder: Path, wanted: Sequence[str], excluded
 
     Args:
         folder: where it comes from.
-        wanted, excluded: last words of layers' names; see `targets.choice`.
+        wanted, excluded: see `targets.chosen`.
 
     Raises:
         ConfigError: a layer that the module does not have, or that can have no adapter.
@@ -41,13 +41,13 @@ def attach(model: PreTrainedModel, folder: Path, wanted: Sequence[str], excluded
     layers = {name: part for name, part in model.named_modules()
               if isinstance(part, torch.nn.Linear) and _NUMBERED.search(name) and part in text}
     experts = _stacked(model, folder)
-    chosen = choice({*map(last, layers), *experts}, wanted, excluded)
-    if stacked := sorted(chosen & experts):
+    chosen = choice({*layers, *experts}, wanted, excluded)
+    if stacked := sorted({*map(last, chosen & experts)}):
         raise ConfigError("experts that are one tensor can have no adapters", got=", ".join(stacked),
                           who=f"plugin lora, {type(model).__name__}", code="lora-experts-stacked",
                           fix=f"add --exclude-modules {','.join(stacked)}, or train with --trainer megatron")
     for name, layer in layers.items():
-        if last(name) in chosen:
+        if name in chosen:
             _on_layer(layer, shape, peft.drawn(shape.rank, layer.in_features, f"{seed}/{name}"), switch)
 
 
@@ -86,10 +86,10 @@ def named(stream: Iterable[tuple[str, torch.Tensor]]) -> Stream:
 
 
 def _stacked(model: PreTrainedModel, folder: Path) -> set[str]:
-    """Last words of the names that experts have on disk, if the module holds those of a layer as one tensor."""
+    """The names that experts have on disk, if the module holds those of a layer as one tensor."""
     if not any(one.dim() == 3 and _NUMBERED.search(name) for name, one in model.named_parameters()):
         return set()
-    return {last(name) for name in tensor_files(folder) if ".experts." in name and LINEAR.search(last(name))}
+    return {name for name in tensor_files(folder) if ".experts." in name and LINEAR.search(last(name))}
 
 
 def _on_layer(layer: torch.nn.Linear, shape: peft.Shape, first: torch.Tensor, switch: Switch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_core.reading import parse_json
-from miles_lora.targets import ALL, LINEAR, last
+from miles_lora.targets import PLAIN, chosen, last, without_plain_attention
 
 TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 """In the names of what reads images and sound beside a language model."""
@@ -20,13 +20,12 @@ def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], ran
     """How many numbers the adapters of a checkpoint have, by the headers of its files; 0 where there are none.
 
     Args:
-        wanted, excluded: see `targets.choice`.
+        wanted, excluded: see `targets.chosen`.
         shared: experts of a layer share A or, of the layer that gives hidden states, B.
     """
     count, of_all = 0, {}
     for name, (outputs, inputs) in _shapes(folder):
-        usual = ALL in wanted and LINEAR.search(last(name))
-        if not (usual or last(name) in wanted) or last(name) in excluded:
+        if not chosen(name, wanted, excluded):
             continue
         count += rank * (outputs + inputs)
         if shared and (expert := EXPERT.search(name)):
@@ -34,6 +33,11 @@ def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], ran
             of_all[name.replace(expert[0], ".experts.")] = outer
             count -= outer
     return count + sum(of_all.values())
+
+
+def without_layers(folder: Path, wanted: Sequence[str]) -> list[str]:
+    """See `targets.without_plain_attention`; nothing where there are no files."""
+    return without_plain_attention((name for name, _ in _shapes(folder)), wanted) if {*wanted} & {*PLAIN} else []
 
 
 def rank_of(adapter: Path) -> int | None:

@@ -43,7 +43,8 @@ class LoraOptions:
                                               "of their own.",
                             flags=("--lora-type",))
     target_modules: str = option(
-        "all-linear", "Comma-separated last components of the names of the layers that get adapters; or all-linear.",
+        "all-linear", "Comma-separated last components of the names of the layers that get adapters, in the checkpoint "
+                      "or in Megatron; or all-linear.",
         flags=("--target-modules",),
     )
     exclude_modules: str = option("",
@@ -66,6 +67,8 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
     Raises:
         ConfigError: adapters that would train another policy than the one that samples, or that servers cannot take.
     """
+    from miles_lora.targets import of_all_layers, words
+
     server, rank = config.surface("server"), options.lora_rank
     alone = config.perf.weight_sync == "adapter" and config.rollout.engine == "sglang"
     own = [name for name in ("lora_target_modules", "enable_lora") if server.get(name)]
@@ -76,8 +79,11 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
                         "q, k and v, and gate and up, have adapters of their own here", "leave it out"),
         "--lora-alpha": (options.lora_alpha, not options.lora_alpha > 0, "adapters would not count", "16 is usual"),
         "--lora-rank": (rank, rank is not None and rank < 1, "adapters of no rank are none", "32 is usual"),
-        "--target-modules": (options.target_modules, "." in options.target_modules, "layers go by the last words of "
-                             "their names in the checkpoint", "write such as q_proj,gate_proj, or all-linear"),
+        **{flag: (names, not all(map(of_all_layers, words(names))),
+                  "adapters are those of all layers, by the last words of their names",
+                  "write such as q_proj,gate_proj, linear_qkv,linear_fc1, or all-linear")
+           for flag, names in (("--target-modules", options.target_modules),
+                               ("--exclude-modules", options.exclude_modules))},
         "--experts-shared-outer-loras": (True, options.experts_shared_outer_loras and config.perf.trainer == "fsdp",
                                          "experts have no adapters to share there", "train with --trainer megatron, or "
                                          "leave it out"),
@@ -119,7 +125,11 @@ class Lora:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """Nothing changes; a size of servers that hold no adapter is told of."""
+        """Nothing changes; layers that latent attention lacks are told of, and a size of servers without adapters."""
+        from miles_lora.plan import without_layers
+
+        if lacking := without_layers(Path(str(config.checkpoint.hf_checkpoint)), self._wanted()[0]):
+            note(f"--target-modules: the model's attention is latent and has no {', '.join(lacking)}")
         if not (self.alone or self._given) and config.surface("server").get("max_lora_rank"):
             note("server.max_lora_rank: no effect, as servers get merged weights (--weight-sync adapter)")
         return config

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_core.errors import ConfigError
-from miles_lora.targets import ALL, LINEAR, last
+from miles_lora.targets import ALL, LINEAR, chosen, last
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang keeps as one: it makes one adapter of theirs, and needs all of them for it."""
@@ -24,7 +24,7 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
 
     names = [name for name in tensor_files(checkpoint) if ".layers." in name and name.endswith(".weight")]
     known = {last(name) for name in names if LINEAR.search(last(name))}
-    adapted = (known if ALL in wanted else set(wanted)) - set(excluded)
+    adapted = {last(name) for name in names if chosen(name, wanted, excluded)}
     if experts := sorted(adapted & {last(name) for name in names if ".experts." in name}):
         # SGLang 0.5.16 wraps the experts, and its loaders then miss their weights by a name, base_layer, in between.
         raise ConfigError("SGLang cannot update the weights of experts that may have adapters", got=", ".join(experts),

@@ -7,7 +7,7 @@ its own, because that is what PEFT and SGLang know.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,21 @@ Adapters may have any of them, whatever the files of their base have."""
 LINEAR = re.compile(r"^(?!per_layer_).*_proj|^w[123]$")
 """Last words of the names of linear layers, in the families that there are; routers and norms have others: Gemma 4's
 router is called proj alone. What puts its further embeddings into layers, per_layer_projection, gets no adapter."""
+_GATE, _UP = ("gate_proj", "gate_up_proj", "w1"), ("up_proj", "gate_up_proj", "w3")
+MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_q": ("q_proj",), "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",), "linear_proj": ("o_proj",), "linear_fc1": _GATE + _UP, "linear_fc1_gate": _GATE,
+    "linear_fc1_up": _UP, "linear_fc2": ("down_proj", "w2"), "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",), "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",), "linear_kv_up_proj": ("kv_b_proj",),
+    "in_proj": ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
+}  # fmt: skip
+"""Last words of Megatron's names of layers -> those that families have for the same in a checkpoint."""
+PATH = re.compile(r"(?:(?:\w+\.)*layers\.)?\*\.(?:self_attention|mlp(?:\.(experts|shared_experts))?)")
+"""What may be before them: that of all layers, which leaves whether they are experts'."""
+_EXPERTS = re.compile(r"\.(?:(experts)|shared_experts?)\.")
+LATENT, PLAIN = "kv_a_proj_with_mqa", ("q_proj", "k_proj", "v_proj")
+"""A layer that latent attention alone has, and those of other attention, which lists of Miles name beside it."""
 _ADAPTER = re.compile(re.escape(PEFT) + r"(.+)\.lora_([AB])\.weight")
 _OF_EXPERT, OF_ALL_EXPERTS = re.compile(r"(\.experts)\.\d+(?=\.)"), re.compile(r"\.experts\.(?!\d+\.)")
 """In the names of what one expert has, and of what all of a layer share."""
@@ -101,7 +116,7 @@ def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str
     """What gets adapters.
 
     Args:
-        wanted: last words of names, such as q_proj, or all-linear.
+        wanted: see `chosen`.
         excluded: those of them that do not.
         shared: see Target.
 
@@ -110,35 +125,72 @@ def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str
     """
     linear = [rule for rule in weight_map.rules if rule.megatron.startswith("decoder.layers.")
              and rule.megatron.endswith(".weight") and all(LINEAR.search(last(name)) for name in rule.hf)]
-    chosen = choice({last(name) for rule in linear for name in rule.hf}, wanted, excluded)
+    names = choice({name for rule in linear for name in rule.hf}, wanted, excluded)
     matched = []
     for rule in linear:
         parts = tuple(last(name) for name in rule.hf)
-        if adapted := tuple(part for part in parts if part in chosen):
+        if adapted := tuple(part for part, name in zip(parts, rule.hf, strict=True) if name in names):
             matched.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted, shared))
     return tuple(matched)
 
 
-def choice(names: Iterable[str], wanted: Sequence[str], excluded: Sequence[str]) -> set[str]:
-    """Those of a model's layers that get adapters, by the last words of their names.
+def choice(names: Collection[str], wanted: Sequence[str], excluded: Sequence[str]) -> set[str]:
+    """Those of a model's layers that get adapters.
 
     Args:
         names: of all its linear layers.
-        wanted, excluded: see `targets`; all-linear stands for those that LINEAR knows.
+        wanted, excluded: see `chosen`.
 
     Raises:
         ConfigError: a name that the model does not have, or nothing is left.
     """
-    known = sorted(names)
+    known, passed = ", ".join(sorted({*map(last, names)})), without_plain_attention(names, wanted)
     for flag, listed in (("--target-modules", wanted), ("--exclude-modules", excluded)):
-        if unknown := [name for name in listed if name not in known and name != ALL]:
+        unknown = [target for target in listed if target != ALL and not any(_named(name, target) for name in names)]
+        if unknown := [target for target in unknown if target not in passed]:
             raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
-                              fix=f"choose from {', '.join(known)}, or write {ALL}", code="lora-target-unknown")
-    chosen = ({name for name in known if LINEAR.search(name)} if ALL in wanted else set(wanted)) - set(excluded)
-    if not chosen:
+                              fix=f"choose from {known}, or write {ALL}", code="lora-target-unknown")
+    adapted = {name for name in names if chosen(name, wanted, excluded)}
+    if not adapted:
         raise ConfigError("no layer is left to get an adapter", who="--target-modules, --exclude-modules",
-                          fix=f"choose from {', '.join(known)}", code="lora-no-target-left")
-    return chosen
+                          fix=f"choose from {known}", code="lora-no-target-left")
+    return adapted
+
+
+def chosen(name: str, wanted: Iterable[str], excluded: Iterable[str]) -> bool:
+    """Whether a layer of a checkpoint gets an adapter.
+
+    Args:
+        wanted: last words of names, such as q_proj; Megatron's, such as linear_qkv, perhaps with its path to that of
+            all layers before it; all-linear stands for those that LINEAR knows.
+        excluded: those of them that do not.
+    """
+    return any(_named(name, target) for target in wanted) and not any(_named(name, target) for target in excluded)
+
+
+def of_all_layers(target: str) -> bool:
+    """Whether a target is of every layer of a model, as `chosen` takes them."""
+    path = target.rpartition(".")[0]
+    return not path or PATH.fullmatch(path) is not None
+
+
+def without_plain_attention(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """What of a list names no layer because the model's attention is latent; Miles passes over it, too."""
+    last_words = {*map(last, names)}
+    return [target for target in wanted if LATENT in last_words and target in PLAIN and target not in last_words]
+
+
+def _named(name: str, target: str) -> bool:
+    if target == ALL:
+        return LINEAR.search(last(name)) is not None
+    path, _, word = target.rpartition(".")
+    if last(name) not in MEGATRON.get(word, (word,)):
+        return False
+    place = PATH.fullmatch(path)
+    if not path or place is None:
+        return not path
+    experts = _EXPERTS.search(name)
+    return place[1] == (experts and (experts[1] or "shared_experts"))
 
 
 def added(weight_map: WeightMap, chosen: Sequence[Target]) -> WeightMap:

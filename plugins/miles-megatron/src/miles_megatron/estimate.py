@@ -343,7 +343,7 @@ def _logits(config: RunConfig, model: ModelDimensions, fused: bool) -> float:
     """
     size, layout, value = model.size, model.layout, model.value
     tokens, vocab, table = tokens_of(config, layout), size.vocab / layout.tensor, size.vocab * size.hidden
-    chunk = min(config.perf.log_probs_chunk_size, tokens)
+    chunk = min(config.perf.log_probs_chunk_size, tokens) if config.perf.log_probs_chunk_size > 0 else tokens
     alone = layout.tensor == 1
     states = tokens * size.hidden
     if fused:

@@ -45,7 +45,7 @@ def token_log_probs(
     Args:
         hidden: [N, H], only the rows that are needed; weight: [V, H]; targets: [N] int64.
         temperature: of the distribution; the same as the engine samples from.
-        chunk_size: rows whose logits exist at a time; by default what CHUNK_BYTES hold.
+        chunk_size: rows whose logits exist at a time, all if below 1; by default what CHUNK_BYTES hold.
         entropy: whether to compute it.
         entropy_gradient: whether it has a gradient; without one it costs nothing in backward.
         group: tensor-parallel ranks among which the rows of `weight` are cut, [V / t, H] each.
@@ -185,7 +185,10 @@ def _prepared(hidden, weight, temperature, chunk_size, group):
         raise ValueError(f"temperature must be positive (got {temperature})")
     # Megatron's Float16Module hands out fp32 copies of bf16 activations; this is lossless then.
     hidden = hidden.to(weight.dtype)
-    chunk_size = int(chunk_size or max(16, CHUNK_BYTES // (weight.shape[0] * _wide(hidden).itemsize)))
+    if chunk_size is None:
+        chunk_size = max(16, CHUNK_BYTES // (weight.shape[0] * _wide(hidden).itemsize))
+    elif chunk_size < 1:
+        chunk_size = max(1, len(hidden))
     return hidden, chunk_size, group if group is not None and group.size() > 1 else None
 
 

@@ -70,8 +70,8 @@ def remedies(phase: str, config: RunConfig) -> list[str]:
     if phase in STATE:
         return state
     batch = []
-    if perf.log_probs_chunk_size > 128:
-        batch.append(f"--log-probs-chunk-size {perf.log_probs_chunk_size // 2}")
+    if not 0 < (rows := perf.log_probs_chunk_size) <= 128:
+        batch.append(f"--log-probs-chunk-size {rows // 2 if rows > 0 else 1024}")
     # A pass without gradient keeps no activations.
     if megatron.get("recompute_granularity") != "full" and "log_probs" not in phase:
         batch.append("--recompute-granularity full")

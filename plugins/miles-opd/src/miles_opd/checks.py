@@ -88,10 +88,6 @@ def _teacher(options: OpdOptions, config: RunConfig) -> None:
                           code="opd-temperature-mismatch", got=config.rollout.rollout_temperature,
                           who="rollout.rollout_temperature",
                           fix="--rollout-temperature 1, or a teacher in the trainer (--opd-teacher-load)")
-    if options.opd_log_prob_top_k and options.opd_top_k_strategy != "only-teacher":
-        raise ConfigError("a teacher's server returns only its own most likely tokens", code="opd-server-top-k",
-                          got=f"opd_top_k_strategy {options.opd_top_k_strategy!r}", who="opd.opd_top_k_strategy",
-                          fix="--opd-top-k-strategy only-teacher, or a teacher in the trainer (--opd-teacher-load)")
 
 
 def _numbers(options: OpdOptions) -> None:

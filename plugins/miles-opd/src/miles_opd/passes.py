@@ -6,6 +6,8 @@ With top-k, what one model finds likely has to be known before the other can be 
     only-student            student's top k; teacher at these
     only-teacher            teacher's top k; student at these
     intersection union xor  teacher's top k; student's top k, and at the teacher's; teacher at the student's
+
+A teacher behind a server has said its top k before the first pass, and is asked about the student's after the last.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def fill(access: TrainerAccess, options: OpdOptions, student: str) -> None:
         TrainError: a sample has not been to the teacher's server.
     """
     here = options.opd_type == "megatron"
-    needed = "opd_teacher_tokens" if options.opd_log_prob_top_k else "teacher_log_probs"
+    needed = "opd_teacher_tokens" if options.teachers_top else "teacher_log_probs"
     if not here and (left := next((s for s in access.samples if needed not in s.columns), None)) is not None:
         raise TrainError(f"no teacher's server has scored {left.name}", code="opd-sample-not-scored", who="plugin opd",
                          fix="saved rollouts need the column already; otherwise see --rm-type")
@@ -86,47 +88,55 @@ def metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 class _TopK:
     def __init__(self, access: TrainerAccess, options: OpdOptions):
-        self.access, self.k, self.mode = access, options.opd_log_prob_top_k, options.opd_reward_weight_mode
-        self.strategy = options.opd_top_k_strategy
+        self.access, self.options, self.strategy = access, options, options.opd_top_k_strategy
 
     def run(self, here: bool) -> None:
         """All passes; a teacher behind a server has filled the columns of the first already."""
-        if self.strategy == "only-student":
-            self.access.forward("actor", lambda rows: self._best(rows, "student"))
-            self.access.forward("teacher", self._teacher_at_student)
-            return
-        if here:
+        theirs = self.options.teachers_top > 0
+        if here and theirs:
             self.access.forward("teacher", lambda rows: {
                 **self._best(rows, "teacher"), "teacher_log_probs": rows.log_probs()})
         if self.strategy == "only-teacher":
-            self.access.forward("actor", self._student_at_teacher)
+            self.access.forward("actor", lambda rows: self._over_all(
+                _at(rows, "teacher"), rows.rows["opd_teacher_top"]))
             return
         self.access.forward("actor", lambda rows: {
-            **self._best(rows, "student"), "opd_student_at_teacher": _at(rows, "teacher")})
-        self.access.forward("teacher", self._both)
+            **self._best(rows, "student"), **({"opd_student_at_teacher": _at(rows, "teacher")} if theirs else {})})
+        if not here:
+            self._ask()
+            return
+        self.access.forward("teacher", lambda rows: {
+            **self._compared(rows.rows, _at(rows, "student")), **({} if theirs else {
+                "teacher_log_probs": rows.log_probs()})})
+
+    def _ask(self) -> None:
+        """The last pass where the teacher is behind a server."""
+        from miles_opd.asking import teacher_at_student
+
+        samples = self.access.samples
+        for sample, at_student in zip(samples, teacher_at_student(samples, self.options), strict=True):
+            known = {name: torch.from_numpy(sample.columns[name]) for name in CARRIED if name in sample.columns}
+            if "opd_student_top" in known:  # rows are trained on
+                divergence = self._compared(known, torch.from_numpy(at_student))
+                sample.columns |= {name: values.numpy() for name, values in divergence.items()}
 
     def _best(self, rows: ScoredRows, whose: str) -> Found:
-        tokens, log_probs = rows.top_k(self.k)
+        tokens, log_probs = rows.top_k(self.options.opd_log_prob_top_k)
         return {f"opd_{whose}_tokens": tokens, f"opd_{whose}_top": log_probs}
 
-    def _teacher_at_student(self, rows: ScoredRows) -> Found:
-        return {**self._over_all(rows.rows["opd_student_top"], _at(rows, "student")),
-                "teacher_log_probs": rows.log_probs()}
-
-    def _student_at_teacher(self, rows: ScoredRows) -> Found:
-        return self._over_all(_at(rows, "teacher"), rows.rows["opd_teacher_top"])
+    def _compared(self, known: Mapping[str, torch.Tensor], teacher_at_student: torch.Tensor) -> Found:
+        """The reverse KL at N rows, by all that is known but the teacher's log-probs [N, k] of the student's tokens."""
+        if self.strategy == "only-student":
+            return self._over_all(known["opd_student_top"], teacher_at_student)
+        member = chosen(known["opd_student_tokens"], known["opd_teacher_tokens"], self.strategy)
+        student = torch.cat([known["opd_student_top"], known["opd_student_at_teacher"]], 1)
+        teacher = torch.cat([teacher_at_student, known["opd_teacher_top"]], 1)
+        mode, normalised = self.options.opd_reward_weight_mode, self.strategy != "xor"
+        return {"opd_reverse_kl": reverse_kl(student, teacher, torch.cat(member, 1), mode, normalised)}
 
     def _over_all(self, student: torch.Tensor, teacher: torch.Tensor) -> Found:
         everything = torch.ones_like(student, dtype=torch.bool)
-        return {"opd_reverse_kl": reverse_kl(student, teacher, everything, self.mode)}
-
-    def _both(self, rows: ScoredRows) -> Found:
-        known = rows.rows
-        member = chosen(known["opd_student_tokens"], known["opd_teacher_tokens"], self.strategy)
-        student = torch.cat([known["opd_student_top"], known["opd_student_at_teacher"]], 1)
-        teacher = torch.cat([_at(rows, "student"), known["opd_teacher_top"]], 1)
-        normalised = self.strategy != "xor"
-        return {"opd_reverse_kl": reverse_kl(student, teacher, torch.cat(member, 1), self.mode, normalised)}
+        return {"opd_reverse_kl": reverse_kl(student, teacher, everything, self.options.opd_reward_weight_mode)}
 
 
 def _at(rows: ScoredRows, whose: str) -> torch.Tensor:

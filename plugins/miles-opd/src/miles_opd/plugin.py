@@ -58,8 +58,20 @@ class OpdOptions:
         "opd_teacher", "Key of a prompt's metadata that names its teacher; without it: default.",
         flags=("--opd-teacher-key",),
     )
-    opd_teacher_timeout: float = option(60.0, "Seconds allowed for one sample, including retries.")
+    opd_teacher_timeout: float = option(60.0, "Seconds allowed for one request, including retries.")
     opd_teacher_concurrency: int = option(64, "Maximum number of concurrent requests to servers.")
+
+    @property
+    def teachers_top(self) -> int:
+        """How many of the teacher's own likeliest tokens the strategy looks at."""
+        return 0 if self.opd_top_k_strategy == "only-student" else self.opd_log_prob_top_k
+
+    def servers(self) -> Servers:
+        """The teachers that are behind servers."""
+        from miles_opd.server import Servers
+
+        return Servers(self.opd_teacher_urls, key=self.opd_teacher_key, timeout=self.opd_teacher_timeout,
+                       top_k=self.teachers_top, concurrency=self.opd_teacher_concurrency)
 
 
 class Opd:
@@ -102,11 +114,7 @@ class Opd:
         """Let the sample's server score it; the number is 0, what was learnt is in the columns."""
         if sample.prompt.stream == "train":
             if self._servers is None:
-                from miles_opd.server import Servers
-
-                of = self.options
-                self._servers = Servers(of.opd_teacher_urls, key=of.opd_teacher_key, timeout=of.opd_teacher_timeout,
-                                        top_k=of.opd_log_prob_top_k, concurrency=of.opd_teacher_concurrency)
+                self._servers = self.options.servers()
             sample.columns |= await self._servers.score(sample)
         return 0.0
 

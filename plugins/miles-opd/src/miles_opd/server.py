@@ -4,7 +4,8 @@
      "return_logprob": true, "logprob_start_len": 0, "top_logprobs_num": k}
 
 answers with meta_info.input_token_logprobs, [log-prob, id, text] of each input token, the first without a number, and
-with meta_info.input_top_logprobs, k such triples for each.
+with meta_info.input_top_logprobs, k such triples for each. With "token_ids_logprob": [ids] there is
+meta_info.input_token_ids_logprobs too, at each position a triple of every id. Both begin at logprob_start_len.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 PAUSE = 0.5
 """Seconds before the second attempt, and twice as many before each further one."""
+WINDOW = 32
+"""Response tokens per question about candidates. A server answers at each position about every id that it is asked
+about, so that answers about a whole response would grow with the square of its length."""
 
 
 class Servers:
@@ -37,7 +42,7 @@ class Servers:
     Args:
         urls: one URL, or NAME=URL for several teachers.
         key: of a prompt's metadata that names its teacher.
-        timeout: seconds for one sample, retries included.
+        timeout: seconds for one request, retries included.
         top_k: likeliest tokens to ask for at each position; 0 for none.
         concurrency: requests under way at once.
 
@@ -57,13 +62,33 @@ class Servers:
             RewardError: no such teacher, no answer in time, or one that is not about these tokens.
         """
         url = self._url(sample)
-        payload = {"input_ids": sample.tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-                   "return_logprob": True, "logprob_start_len": 0}
-        if self._top_k:
-            payload["top_logprobs_num"] = self._top_k
+        payload = _payload(sample.tokens, 0) | ({"top_logprobs_num": self._top_k} if self._top_k else {})
         async with self._slots:
             answer = await in_daemon_thread(lambda: post(url, payload, self._timeout))
         return read(answer, sample, self._top_k, url)
+
+    def score_tokens(self, sample: Sample, tokens: np.ndarray) -> np.ndarray:
+        """Log-probs [R, k] of any tokens [R, k] in place of the sample's; 0 where it is not trained on.
+
+        The requests follow each other, so that each finds what comes before its positions in the server's cache.
+
+        Raises:
+            RewardError: as `score`.
+        """
+        url, log_probs = self._url(sample), np.zeros(tokens.shape, np.float32)
+        trained, prompt = sample.columns["loss_mask"] > 0, sample.length - sample.response_length
+        for begin in range(0, len(tokens), WINDOW):
+            rows = begin + np.flatnonzero(trained[begin:begin + WINDOW])
+            if not rows.size:
+                continue
+            first, end = prompt + int(rows[0]), prompt + int(rows[-1]) + 1
+            candidates = np.unique(tokens[rows])
+            # What is said about a token is predicted at the one before it.
+            payload = _payload(sample.tokens[:end], first - 1) | {"token_ids_logprob": candidates.tolist()}
+            answer = post(url, payload, self._timeout)
+            scored = read_tokens(answer, sample, candidates, (first, end), url)[rows - rows[0]]
+            log_probs[rows] = np.take_along_axis(scored, np.searchsorted(candidates, tokens[rows]), 1)
+        return log_probs
 
     def _url(self, sample: Sample) -> str:
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
@@ -120,10 +145,9 @@ def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[s
         RewardError: it is not about the sample's tokens, or holds something else than finite numbers.
     """
     size, rows = sample.response_length, slice(sample.length - sample.response_length, None)
-    try:
+    with _usable(sample, url):
         scored = answer["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in scored] != sample.tokens.tolist():
-            raise ValueError(f"log-probs of {len(scored)} other tokens than the {sample.length} that were sent")
+        _same([entry[1] for entry in scored], sample.tokens)
         columns: dict[str, np.ndarray] = {
             "teacher_log_probs": np.array([entry[0] for entry in scored[rows]], np.float32).reshape(size),
         }
@@ -132,10 +156,57 @@ def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[s
             log_probs, tokens = ([[entry[i] for entry in row] for row in best] for i in (0, 1))
             columns["opd_teacher_top"] = np.array(log_probs, np.float32).reshape(size, top_k)
             columns["opd_teacher_tokens"] = np.array(tokens, np.int32).reshape(size, top_k)
-        if not all(np.isfinite(values).all() for values in columns.values()):
-            raise ValueError("log-probs that are not finite")
+        _finite(*columns.values())
+    return columns
+
+
+def read_tokens(answer: dict[str, Any], sample: Sample, candidates: np.ndarray, span: tuple[int, int],
+                url: str) -> np.ndarray:
+    """Log-probs [N, C] of C ids in place of each of N tokens of a sample.
+
+    Args:
+        span: the first of these tokens and the one after the last.
+
+    Raises:
+        RewardError: it is about something else, or holds something else than finite numbers.
+    """
+    first, end = span
+    with _usable(sample, url):
+        scored, rows = (answer["meta_info"][f"input_{name}_logprobs"][1:] for name in ("token", "token_ids"))
+        _same([entry[1] for entry in scored], sample.tokens[first:end])
+        for row in rows:
+            _same([entry[1] for entry in row], candidates)
+        log_probs = np.array([[entry[0] for entry in row] for row in rows], np.float32)
+        log_probs = log_probs.reshape(end - first, len(candidates))
+        _finite(log_probs)
+    return log_probs
+
+
+def _payload(tokens: np.ndarray, start: int) -> dict[str, Any]:
+    return {"input_ids": tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True, "logprob_start_len": start}
+
+
+@contextmanager
+def _usable(sample: Sample, url: str) -> Iterator[None]:
+    """
+    Raises:
+        RewardError: in place of what goes wrong while an answer is read.
+    """
+    try:
+        yield
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RewardError(f"the teacher's answer for {sample.name} cannot be used", who=url,
                           got=f"{type(error).__name__}: {error}"[:200], code="opd-server-answer-invalid",
                           fix="use an SGLang server with the student's tokenizer") from error
-    return columns
+
+
+def _same(found: Sequence[int], sent: np.ndarray) -> None:
+    """SGLang calls the last id of the vocabulary 0 where it repeats what it was sent."""
+    if len(found) != len(sent) or any(one not in (0, other) for one, other in zip(found, sent.tolist(), strict=True)):
+        raise ValueError(f"log-probs of {len(found)} other tokens than the {len(sent)} that were sent")
+
+
+def _finite(*columns: np.ndarray) -> None:
+    if not all(np.isfinite(values).all() for values in columns):
+        raise ValueError("log-probs that are not finite")
