@@ -12,6 +12,7 @@
     scored.py        log-probs and entropy of these rows, in chunks
     optimizer.py     AdamW, its schedule and clipping
     checkpoint.py    checkpoints, Hugging Face directories, hashes
+    stored.py        names of tensors in a directory's files, and what these hold beside the model
     async_save.py    copies for a checkpoint that is written beside training
     ranks.py         processes that know one another, and sums over them
     refusals.py      what has no effect here and is refused; memory.py: what a plan says of memory

@@ -18,8 +18,6 @@ WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.j
 
 OF_QUANTISED = "hf_quant_config.json"
 """What ModelOpt says of quantised weights; engines believe it where config.json says nothing."""
-
-
 TEMPLATES = "additional_chat_templates"
 """Where transformers keeps a tokenizer's chat templates but for the one that is called default."""
 
