@@ -53,15 +53,15 @@ def latest(folder: str) -> int | None:
     Raises:
         CheckpointError: the tracker names none of this trainer's, or is not there beside several.
     """
-    tracker, there = Path(folder, TRACKER), sorted(path.name for path in Path(folder).glob("iter_*"))
-    if not tracker.is_file() and not there:
+    tracker, iterations = Path(folder, TRACKER), sorted(path.name for path in Path(folder).glob("iter_*"))
+    if not tracker.is_file() and not iterations:
         return None
     if tracker.is_file():
         text = tracker.read_text(encoding="utf-8").strip()
         got = f"{TRACKER} says {text[:40]!r}, and that iteration has no {STATE}"
     else:
-        text = there[0].removeprefix("iter_") if len(there) == 1 else ""
-        got = f"no {TRACKER} beside {', '.join(there)}"
+        text = iterations[0].removeprefix("iter_") if len(iterations) == 1 else ""
+        got = f"no {TRACKER} beside {', '.join(iterations)}"
     if not text.isdecimal() or not Path(folder, f"iter_{int(text):07d}", STATE).is_file():
         raise CheckpointError("there is no checkpoint of the trainer fsdp here", code="fsdp-checkpoint-missing",
                               got=got, who=folder,
@@ -179,8 +179,8 @@ def load(folder: str, iteration: int, models: Models, ranks: Ranks) -> dict[str,
 
 def _check(where: Path, saved: dict[str, Any], ranks: Ranks) -> None:
     """Whether it is what was written; of the tensors each rank looks at a share."""
-    told = {name: one for name, one in saved.items() if name not in ("base", "digest")}  # a base may move
-    check_state(told, saved.get("digest"), where / STATE)
+    digested = {name: one for name, one in saved.items() if name not in ("base", "digest")}  # a base may move
+    check_state(digested, saved.get("digest"), where / STATE)
     if "index" in saved and saved["index"] != _digest([(where / TENSORS / INDEX).read_bytes()]):
         raise ValueError(f"{TENSORS}/{INDEX} is not what was written")
     stored = FileSystemReader(where / TENSORS).read_metadata().storage_data.values()
