@@ -115,6 +115,16 @@ def test_several_ranks_are_one(train, size):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("size", "more"), [(2, ()), (4, ()), (2, ("--gradient-checkpointing",))])
+def test_ranks_that_share_projections_are_one(train, size, more):
+    """In pairs; two pairs have samples of their own."""
+    one = train("fsdp", "qwen3")
+    several = train("fsdp", "qwen3", size, "--fsdp.tensor-parallel-size", "2", *more)
+    same(several, one)
+    assert several["steps"][0].keys() == one["steps"][0].keys()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "context"), [(2, 2), (4, 2), (4, 4)])
 def test_ranks_that_share_rows_are_one(train, size, context):
     """Two groups of keys for four ranks, among them."""

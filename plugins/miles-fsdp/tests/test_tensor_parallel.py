@@ -13,7 +13,7 @@ from miles_fsdp.optimizer import ShardedGradients
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
-from miles_fsdp.tensor_parallel import add_up, whole
+from miles_fsdp.tensor_parallel import add_up, split, whole
 from miles_testing.sample_inputs import canned_samples
 
 from miles_core.columns import Columns
@@ -117,8 +117,6 @@ def test_the_gradient_is_that_of_one_rank(kind, size, again, tmp_path):
     ({"num_key_value_heads": 1}, "num_key_value_heads 1"), ({"intermediate_size": 47}, "down_proj 47"),
 ])
 def test_sizes_that_do_not_divide_are_refused(sizes, fact):
-    from miles_fsdp.tensor_parallel import split
-
     module = made("norms of heads", **sizes)
     with pytest.raises(ConfigError) as caught:
         split(module.model, Pair(), module.text_layers())
@@ -128,7 +126,6 @@ def test_sizes_that_do_not_divide_are_refused(sizes, fact):
 @pytest.mark.parametrize(("kind", "more", "fact"), [
     ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 8}, "experts"), ("gpt2", {}, "no plan")])
 def test_architectures_without_such_a_plan_are_refused(kind, more, fact):
-    from miles_fsdp.tensor_parallel import split
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = SIZES | more if kind != "gpt2" else {"vocab_size": 264, "n_embd": 32, "n_layer": 1, "n_head": 2}
@@ -136,6 +133,14 @@ def test_architectures_without_such_a_plan_are_refused(kind, more, fact):
     with pytest.raises(ConfigError) as caught:
         split(module.model, Pair(), module.text_layers())
     assert caught.value.code == "fsdp-tensor-unsupported" and fact in str(caught.value)
+
+
+def test_layers_with_adapters_are_refused():
+    module = made("norms of heads")
+    module.model.model.layers[0].mlp.up_proj.adapter = torch.nn.Linear(32, 2)
+    with pytest.raises(ConfigError) as caught:
+        split(module.model, Pair(), module.text_layers())
+    assert caught.value.code == "fsdp-tensor-unsupported" and "up_proj" in str(caught.value)
 
 
 class Pair:

@@ -41,12 +41,15 @@ MIXED = [[1, 0, 0, 2], [0, 0, 0, 0], [0, 3, 1, 1]]
 FROZEN = ("--plugin", "param-groups", "--freeze-params-name-list", "visual")
 
 
-@pytest.mark.parametrize(("kind", "flags"), [
-    ("qwen2_5_vl", ()), ("qwen2_5_vl", FROZEN), ("qwen3_vl", ()), ("gemma3", ()), ("llama4", ()),
-    ("mistral3", ()),
-], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3", "llama4", "mistral3"])
-def test_ranks_with_and_without_images_are_one(train, kind, flags):
-    one, two = train(kind, 1, MIXED, *flags), train(kind, 2, MIXED, *flags)
+TENSOR = ("--fsdp.tensor-parallel-size", "2")
+
+
+@pytest.mark.parametrize(("kind", "flags", "layout"), [
+    ("qwen2_5_vl", (), ()), ("qwen2_5_vl", FROZEN, ()), ("qwen3_vl", (), ()), ("gemma3", (), ()), ("llama4", (), ()),
+    ("mistral3", (), ()), ("qwen2_5_vl", (), TENSOR), ("gemma3", (), TENSOR),
+], ids=["qwen2_5_vl", "frozen", "qwen3_vl", "gemma3", "llama4", "mistral3", "qwen2_5_vl-tensor", "gemma3-tensor"])
+def test_ranks_with_and_without_images_are_one(train, kind, flags, layout):
+    one, two = train(kind, 1, MIXED, *flags), train(kind, 2, MIXED, *flags, *layout)
     pairs = list(zip(one["steps"], two["steps"], strict=True))
     loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in pairs)
     norm = max(abs(b["train/grad_norm"] / a["train/grad_norm"] - 1) for a, b in pairs)

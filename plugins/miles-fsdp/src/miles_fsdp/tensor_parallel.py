@@ -38,10 +38,11 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[torch.nn.Mo
     """
     inside = {part for layer in layers for part in layer.modules()}
     planned = [(name, part, style) for name, part, style in _planned(model) if part in inside]
-    odd = {style for *_, style in planned} - STYLES.keys() - {PARTIAL}
-    odd |= {type(part).__name__ for _, part, style in planned if style in STYLES and type(part) is not torch.nn.Linear}
+    odd = {f"the style {style}" for *_, style in planned if style not in (*STYLES, PARTIAL)}
+    odd |= {f"{name}, which is more than a linear layer" for name, part, style in planned
+            if style in STYLES and not _is_plain(part)}
     if odd or not planned:
-        raise _unsupported(model, f"a plan with {', '.join(sorted(odd))}" if odd else "no plan in transformers")
+        raise _unsupported(model, min(odd) if odd else "no plan in transformers")
     config, size = model.config.get_text_config(), mesh.size()
     sizes = {f"{name} {getattr(config, name)}" for name in ("num_attention_heads", "num_key_value_heads")
              if getattr(config, name, size) % size}
@@ -61,6 +62,11 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
         for pattern, style in patterns:
             if pattern.fullmatch(name):
                 yield name, part, style
+
+
+def _is_plain(part: torch.nn.Module) -> bool:
+    """Whether a layer is linear and has nothing else, as an adapter."""
+    return type(part) is torch.nn.Linear and {name for name, _ in part.named_parameters()} <= {"weight", "bias"}
 
 
 def _along(part: torch.nn.Linear, style: str) -> int:
