@@ -95,7 +95,7 @@ class ShardedGradients:
         self.model, self.clip_grad, self._ranks = model, clip_grad, ranks
         self.pieces: Sequence[Piece] = [
             Piece(name.removeprefix("model."), local(one.grad), local(one).detach(),
-                  counts=ranks.counts or is_split(one))
+                  counts=ranks.first or is_split(one))
             for name, one in module.named_parameters() if one.grad is not None]
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:

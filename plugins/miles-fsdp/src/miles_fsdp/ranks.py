@@ -19,8 +19,8 @@ from miles_fsdp.tensor_parallel import AXIS
 class Ranks:
     """The process group of a trainer. Tensors travel where they lie, Python objects over gloo.
 
-    `data` ranks, of which this is the `data_index`-th, take micro-batches of their own. `counts` says whether this one
-    stands for those that have the same.
+    `data` ranks, of which this is the `data_index`-th, take micro-batches of their own. `counts`: this one's losses do,
+    and no other has the same. `first`: of the ranks with copies of what a layer does not share among them.
 
     Args:
         timeout: seconds after which a collective that some process does not join is an error.
@@ -39,7 +39,7 @@ class Ranks:
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
         together = context * tensor
         self.data, self.data_index = self.size // together, self.index // together
-        self.counts = self.index % together == 0
+        self.counts, self.first = self.index % together == 0, self.index % tensor == 0
         self.context = ALONE
         self.tensor: DeviceMesh | None = None
         if tensor > 1:
