@@ -22,7 +22,7 @@ and what trainers share:
     logits.py         log-probs and their gradients by kernels of a GPU
     muon.py           Muon's arithmetic
     rendezvous.py     ranks meet; transfer.py, arrays reach the device
-    saving.py         the thread that writes a checkpoint beside training; stored.py, whether its bytes still are what was
+    saving.py         the thread that writes a checkpoint beside training; stored.py, whether it still is what was
 
 and what weight syncs share:
 
