@@ -57,16 +57,16 @@ def rank(index, size, kind, options, meeting, answers):
         module = made(kind)
         before = {name: one.detach().numpy().copy() for name, one in module.named_parameters()}
         shard(module, ranks, options, low=False, offload=False)
-        kept = {name: whole(one.detach()).numpy() for name, one in module.named_parameters()}
+        sharded = {name: whole(one.detach()).numpy() for name, one in module.named_parameters()}
         samples = canned_samples()
         mine = samples if ranks.data == 1 else samples[ranks.data_index :: 2]
         log_probs = backward(module, MicroBatch(Columns(), mine, CPU))
         add_up(module.model, module.partial, ranks.tensor.get_group())
         norm = ShardedGradients("actor", module, ranks, 0.0).clip_by_norm()
         gradients = {name: whole(one.grad).numpy() for name, one in module.named_parameters()}
-        held = sum(one.to_local().numel() for one in module.parameters())
-        same = all((before[name] == kept[name]).all() for name in before)
-        answers.put((index, log_probs.numpy(), gradients, norm, held, same))
+        numbers = sum(one.to_local().numel() for one in module.parameters())
+        same = all((before[name] == sharded[name]).all() for name in before)
+        answers.put((index, log_probs.numpy(), gradients, norm, numbers, same))
         ranks.wait()
         ranks.leave()
     except BaseException:  # noqa: BLE001  the other process tells it
@@ -81,13 +81,13 @@ def started(size, kind, options, folder):
     for process in processes:
         process.start()
     try:
-        found = sorted((answers.get(timeout=TIMEOUT) for _ in processes), key=lambda answer: answer[0])
+        ranks = sorted((answers.get(timeout=TIMEOUT) for _ in processes), key=lambda answer: answer[0])
     finally:
         for process in processes:
             process.join(TIMEOUT)
             process.kill()
-    assert all(answer[2] is not None for answer in found), found[0][1]
-    return found
+    assert all(answer[2] is not None for answer in ranks), ranks[0][1]
+    return ranks
 
 
 @pytest.mark.full  # processes that import torch
@@ -95,11 +95,11 @@ def started(size, kind, options, folder):
     *((kind, 2, False) for kind in KINDS), ("norms of heads", 4, True)])
 def test_the_gradient_is_that_of_one_rank(kind, size, again, tmp_path):
     """Of every parameter, its norm over all ranks, and what each holds: nothing twice but what is beside layers."""
-    found = started(size, kind, FsdpOptions(gradient_checkpointing=again), tmp_path)
+    ranks = started(size, kind, FsdpOptions(gradient_checkpointing=again), tmp_path)
     alone, samples = made(kind), canned_samples()
     parts = [samples] if size == 2 else [samples[0::2], samples[1::2]]
     expected = [backward(alone, MicroBatch(Columns(), part, CPU)).numpy() for part in parts]
-    for index, log_probs, gradients, norm, _, same in found:
+    for index, log_probs, gradients, norm, _, same in ranks:
         assert same
         assert abs(log_probs - expected[index // 2]).max() <= 2e-6
         for name, parameter in alone.named_parameters():
@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_one_rank(kind, size, again, tmp_path):
     every = sum(one.numel() for one in alone.parameters())
     split = sum(one.numel() for name, one in alone.named_parameters()
                 if ".layers." in name and "norm" not in name and not name.endswith(("o_proj.bias", "down_proj.bias")))
-    assert sum(held for *_, held, _ in found) == split + 2 * (every - split)
+    assert sum(numbers for *_, numbers, _ in ranks) == split + 2 * (every - split)
 
 
 @pytest.mark.parametrize(("sizes", "fact"), [

@@ -82,7 +82,8 @@ def _answers(made: Any, temperature: float) -> list[Drawn]:
     from miles_core.stages.rollout import Response
 
     prompt, columns = made.length - made.response_length, made.columns
-    read = {name: array for name, array in columns.items() if name not in {one.name for one in CORE}}
+    core = {one.name for one in CORE}
+    read = {name: array for name, array in columns.items() if name not in core}
     return [Drawn(tuple(made.tokens[:prompt + start].tolist()),
                   Response(made.tokens[prompt + start:prompt + stop], columns["rollout_log_probs"][start:stop],
                            columns["versions"][start:stop], "stop"), temperature,

@@ -6,6 +6,7 @@ only scores and comes from the same directory is the actor in passes of another 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +165,7 @@ class Models:
 
         Those that train come first, so that who merges has what was added before the weights that it changes.
         """
-        model, prefix = self.actor.model, stored_prefix(self.actor.model, Path(self.start))
+        model = self.actor.model
         state = model.state_dict()  # first, as it shards again what a step that was refused has left whole
         named = dict(model.named_parameters(remove_duplicate=False))
         buffers = ((name, one) for name, one in state.items() if name not in named)
@@ -175,7 +176,7 @@ class Models:
             if isinstance(one, DTensor):
                 one = whole(one.to(self._ranks.device))
             for stored, plain in revert_weight_conversion(model, {name: one}).items():
-                yield prefix + stored, plain
+                yield self._prefix + stored, plain
 
     def whole(self, stream: Iterator[tuple[str, torch.Tensor]], hook: SaveWeights | None,
               folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,7 +187,11 @@ class Models:
             sent.add(name)
             yield name, tensor
         if self._ranks.index == 0:
-            yield from beside(Path(self.start), sent, self.actor.model)
+            yield from beside(Path(self.start), sent, {self._prefix + name for name in self.actor.model.state_dict()})
+
+    @functools.cached_property
+    def _prefix(self) -> str:
+        return stored_prefix(self.actor.model, Path(self.start))
 
     def offload(self, tags: Sequence[str]) -> None:
         """See miles_core.stages.step.Trainer. Models that only score are in host memory anyhow."""

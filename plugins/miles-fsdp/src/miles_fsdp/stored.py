@@ -25,15 +25,15 @@ def stored_prefix(model: PreTrainedModel, folder: Path) -> str:
     return prefix if within and not any(name in stored or name.startswith(prefix) for name in names) else ""
 
 
-def beside(folder: Path, sent: set[str], model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def beside(folder: Path, sent: set[str], own: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that the files hold and the model does not have.
 
     Args:
         sent: names of the model's in the files. Where they have others there, what is left may be the model's as well.
+        own: all of its names: tied tensors are in the files by each of theirs, perhaps.
     """
-    files, prefix = _files(folder), stored_prefix(model, folder)
-    again = {prefix + name for name in model.state_dict()}  # tied, and there by each of their names
-    left = sorted(files.keys() - sent - again)
+    files = _files(folder)
+    left = sorted(files.keys() - sent - own)
     if "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
         return  # the model's are plain; what is left are scales
     if left and not sent <= files.keys():

@@ -146,8 +146,8 @@ def choice(names: Collection[str], wanted: Sequence[str], excluded: Sequence[str
     """
     known, passed = ", ".join(sorted({*map(last, names)})), without_plain_attention(names, wanted)
     for flag, listed in (("--target-modules", wanted), ("--exclude-modules", excluded)):
-        unknown = [target for target in listed if target != ALL and not any(_named(name, target) for name in names)]
-        if unknown := [target for target in unknown if target not in passed]:
+        if unknown := [target for target in listed if target not in (ALL, *passed)
+                       and not any(_named(name, target) for name in names)]:
             raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
                               fix=f"choose from {known}, or write {ALL}", code="lora-target-unknown")
     adapted = {name for name in names if chosen(name, wanted, excluded)}
