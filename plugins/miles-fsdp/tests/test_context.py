@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +12,13 @@ from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Scored, Temperature
 from miles_testing.sample_inputs import canned_samples
+from several import TIMEOUT, on_ranks
 
 from miles_core.columns import Columns
 from miles_core.errors import ConfigError
 from miles_core.types import Rank
 
-CPU, TIMEOUT = torch.device("cpu"), 60
+CPU = torch.device("cpu")
 SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              head_dim=8, max_position_embeddings=128)
 KINDS = {"heads that divide": {"num_key_value_heads": 2}, "fewer keys than ranks": {"num_key_value_heads": 1},
@@ -53,20 +52,17 @@ def results(module, batch):
     return [one.detach() for one in (*values, loss)]
 
 
-def rank(index, size, kind, meeting, answers):
-    """One of the processes."""
-    try:
-        ranks = Ranks(Rank(index, size, index, f"file://{meeting}"), TIMEOUT, context=size)
-        module = made(kind)
-        shard(module, ranks, FsdpOptions(), low=False, offload=False)
-        check_shared(module, size)
-        values = results(module, MicroBatch(Columns(), canned_samples(), CPU, ranks.context))
-        gradients = {name: one.grad.full_tensor() for name, one in module.named_parameters()}
-        answers.put((index, [one.numpy() for one in values], {name: one.numpy() for name, one in gradients.items()}))
-        ranks.wait()
-        ranks.leave()
-    except BaseException:  # noqa: BLE001  the other process tells it
-        answers.put((index, traceback.format_exc(), None))
+def shared(index, size, meeting, kind):
+    """On one of the ranks."""
+    ranks = Ranks(Rank(index, size, index, f"file://{meeting}"), TIMEOUT, context=size)
+    module = made(kind)
+    shard(module, ranks, FsdpOptions(), low=False, offload=False)
+    check_shared(module, size)
+    values = results(module, MicroBatch(Columns(), canned_samples(), CPU, ranks.context))
+    gradients = {name: one.grad.full_tensor().numpy() for name, one in module.named_parameters()}
+    ranks.wait()
+    ranks.leave()
+    return [one.numpy() for one in values], gradients
 
 
 def test_rows_are_scored_some_at_a_time_or_all_at_once():
@@ -82,28 +78,14 @@ def test_the_gradient_is_that_of_one_rank(kind, tmp_path):
     """To 1e-6, losses of whole samples and entropy included; every rank knows all log-probs."""
     alone = made(kind)
     expected = results(alone, MicroBatch(Columns(), canned_samples(), CPU))
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [context.Process(target=rank, args=(index, 2, kind, tmp_path / "meeting", answers), daemon=True)
-                 for index in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        for _ in processes:
-            index, values, gradients = answers.get(timeout=TIMEOUT)
-            assert gradients is not None, f"rank {index}: {values}"
-            for ours, theirs in zip(values, expected, strict=True):
-                torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=5e-6, rtol=0)
-            assert abs(float(values[-1]) - float(expected[-1])) <= 1e-6
-            off = max(float((torch.from_numpy(gradients[name]) - one.grad).abs().max())
-                      for name, one in alone.named_parameters())
-            print(f"\nrank {index}: loss off by {float(values[-1]) - float(expected[-1]):.1e}, gradient by {off:.1e}")
-            assert off <= 1e-6 and all(one.grad.abs().max() > 1e-3 for one in alone.parameters())
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+    for index, (values, gradients) in enumerate(on_ranks(shared, 2, tmp_path, kind)):
+        for ours, theirs in zip(values, expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=5e-6, rtol=0)
+        assert abs(float(values[-1]) - float(expected[-1])) <= 1e-6
+        off = max(float((torch.from_numpy(gradients[name]) - one.grad).abs().max())
+                  for name, one in alone.named_parameters())
+        print(f"\nrank {index}: loss off by {float(values[-1]) - float(expected[-1]):.1e}, gradient by {off:.1e}")
+        assert off <= 1e-6 and all(one.grad.abs().max() > 1e-3 for one in alone.parameters())
 
 
 def test_what_cannot_be_shared_is_refused():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
-
 import pytest
 import torch
 from miles_fsdp.microbatch import MicroBatch
@@ -15,12 +12,13 @@ from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
 from miles_fsdp.tensor_parallel import add_up, split, whole
 from miles_testing.sample_inputs import canned_samples
+from several import TIMEOUT, on_ranks
 
 from miles_core.columns import Columns
 from miles_core.errors import ConfigError
 from miles_core.types import Rank
 
-CPU, TIMEOUT = torch.device("cpu"), 60
+CPU = torch.device("cpu")
 SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
 KINDS = {"norms of heads": ("qwen3", {}), "biases": ("qwen2", {}), "biases of all": ("llama", {"attention_bias": True}),
@@ -50,44 +48,23 @@ def backward(module, batch):
     return log_probs
 
 
-def rank(index, size, kind, options, meeting, answers):
-    """One of the processes; the first half of the ranks has the first half of the samples."""
-    try:
-        ranks = Ranks(Rank(index, size, index, f"file://{meeting}"), TIMEOUT, tensor=2)
-        module = made(kind)
-        before = {name: one.detach().numpy().copy() for name, one in module.named_parameters()}
-        shard(module, ranks, options, low=False, offload=False)
-        sharded = {name: whole(one.detach()).numpy() for name, one in module.named_parameters()}
-        samples = canned_samples()
-        mine = samples if ranks.data == 1 else samples[ranks.data_index :: 2]
-        log_probs = backward(module, MicroBatch(Columns(), mine, CPU))
-        add_up(module.model, module.partial, ranks.tensor.get_group())
-        norm = ShardedGradients("actor", module, ranks, 0.0).clip_by_norm()
-        gradients = {name: whole(one.grad).numpy() for name, one in module.named_parameters()}
-        numbers = sum(one.to_local().numel() for one in module.parameters())
-        same = all((before[name] == sharded[name]).all() for name in before)
-        answers.put((index, log_probs.numpy(), gradients, norm, numbers, same))
-        ranks.wait()
-        ranks.leave()
-    except BaseException:  # noqa: BLE001  the other process tells it
-        answers.put((index, traceback.format_exc(), None, None, None, None))
-
-
-def started(size, kind, options, folder):
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [context.Process(target=rank, args=(index, size, kind, options, folder / "meeting", answers))
-                 for index in range(size)]
-    for process in processes:
-        process.start()
-    try:
-        ranks = sorted((answers.get(timeout=TIMEOUT) for _ in processes), key=lambda answer: answer[0])
-    finally:
-        for process in processes:
-            process.join(TIMEOUT)
-            process.kill()
-    assert all(answer[2] is not None for answer in ranks), ranks[0][1]
-    return ranks
+def split_up(index, size, meeting, kind, options):
+    """On one of the ranks; of four the first two have other samples than the last."""
+    ranks = Ranks(Rank(index, size, index, f"file://{meeting}"), TIMEOUT, tensor=2)
+    module = made(kind)
+    before = {name: one.detach().numpy().copy() for name, one in module.named_parameters()}
+    shard(module, ranks, options, low=False, offload=False)
+    same = all((before[name] == whole(one.detach()).numpy()).all() for name, one in module.named_parameters())
+    samples = canned_samples()
+    mine = samples if ranks.data == 1 else samples[ranks.data_index :: 2]
+    log_probs = backward(module, MicroBatch(Columns(), mine, CPU))
+    add_up(module.model, module.partial, ranks.tensor.get_group())
+    norm = ShardedGradients("actor", module, ranks, 0.0).clip_by_norm()
+    gradients = {name: whole(one.grad).numpy() for name, one in module.named_parameters()}
+    numbers = sum(one.to_local().numel() for one in module.parameters())
+    ranks.wait()
+    ranks.leave()
+    return log_probs.numpy(), gradients, norm, numbers, same
 
 
 @pytest.mark.full  # processes that import torch
@@ -95,11 +72,11 @@ def started(size, kind, options, folder):
     *((kind, 2, False) for kind in KINDS), ("norms of heads", 4, True)])
 def test_the_gradient_is_that_of_one_rank(kind, size, again, tmp_path):
     """Of every parameter, its norm over all ranks, and what each holds: nothing twice but what is beside layers."""
-    ranks = started(size, kind, FsdpOptions(gradient_checkpointing=again), tmp_path)
+    ranks = on_ranks(split_up, size, tmp_path, kind, FsdpOptions(gradient_checkpointing=again))
     alone, samples = made(kind), canned_samples()
     parts = [samples] if size == 2 else [samples[0::2], samples[1::2]]
     expected = [backward(alone, MicroBatch(Columns(), part, CPU)).numpy() for part in parts]
-    for index, log_probs, gradients, norm, _, same in ranks:
+    for index, (log_probs, gradients, norm, _, same) in enumerate(ranks):
         assert same
         assert abs(log_probs - expected[index // 2]).max() <= 2e-6
         for name, parameter in alone.named_parameters():
