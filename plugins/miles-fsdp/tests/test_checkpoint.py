@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import hashlib
+import io
 import json
 import os
+import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from miles_local.stored import digest
 from miles_testing.tiny import run_file, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -85,6 +91,58 @@ def test_a_bit_that_flipped_in_the_index_is_not_loaded(trainer, saved, share):
     flip(saved / "iter_0000002" / "tensors" / ".metadata", share)
     error = refused(trainer, "--load", saved)
     assert error.code == "fsdp-checkpoint-unreadable" and ".metadata" in str(error)
+
+
+class Touch:
+    """Runs when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def crafted(saved, change):
+    """Change the index as one would who can also work out digests."""
+    folder = saved / "iter_0000002"
+    index, state = folder / "tensors" / ".metadata", folder / "fsdp.json"
+    metadata = pickle.loads(index.read_bytes())
+    change(metadata)
+    index.write_bytes(pickle.dumps(metadata))
+    written = json.loads(state.read_text())
+    written["index"] = hashlib.sha256(index.read_bytes()).hexdigest()[:16]
+    own = {name: one for name, one in written.items() if name not in ("base", "digest")}
+    state.write_text(json.dumps({**written, "digest": digest(own)}))
+
+
+def test_an_index_of_a_stranger_runs_nothing(trainer, saved, tmp_path):
+    marker = tmp_path / "ran"
+    crafted(saved, lambda metadata: setattr(metadata, "planner_data", [Touch(marker)]))
+    assert refused(trainer, "--load", saved).code == "checkpoint-index-unreadable" and not marker.exists()
+
+
+@pytest.mark.parametrize("which", ["actor.model.model.model.norm.weight",
+                                   "actor.optimizer.state.model.model.norm.weight.exp_avg"])
+def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(trainer, saved, tmp_path, which):
+    """torch would read it with everything allowed."""
+    marker = tmp_path / "ran"
+
+    def change(metadata):
+        entries = metadata.state_dict_metadata
+        groups = next(name for name in entries if "param_groups" in name)
+        place = next(one for index, one in metadata.storage_data.items() if index.fqn == groups)
+        entries[which] = entries[groups]
+        metadata.storage_data = {(dataclasses.replace(index, offset=None, index=None) if index.fqn == which else index):
+                                 (place if index.fqn == which else one) for index, one in metadata.storage_data.items()}
+        file = saved / "iter_0000002" / "tensors" / place.relative_path
+        data, evil = bytearray(file.read_bytes()), io.BytesIO()
+        torch.save(Touch(marker), evil)
+        place.offset, place.length = len(data), len(evil.getvalue())
+        file.write_bytes(data + evil.getvalue())
+
+    crafted(saved, change)
+    assert which in str(refused(trainer, "--load", saved)) and not marker.exists()
 
 
 def test_a_state_that_is_not_what_was_written_is_not_loaded(trainer, saved):

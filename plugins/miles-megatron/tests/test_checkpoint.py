@@ -316,9 +316,10 @@ def test_weights_that_the_model_does_not_have(checkpoint, hf_model, port, tmp_pa
 
 def test_optimizer_state_of_another_model(checkpoint, session, saved):
     """An index that lacks a tensor of the optimizer, and one in which it has another shape."""
+    from miles_local import checkpoint_index
     from miles_megatron import index
 
-    held = index.read(saved / "iter_0000007" / ".metadata")
+    held = checkpoint_index.read(saved / "iter_0000007" / ".metadata")
     sharded = checkpoint.sharded_entries(session.chunks, session.optimizer, loading=True)
     index.check(held, sharded, saved)
     name = next(name for name in held if name.startswith("optimizer.") and "exp_avg" in name)

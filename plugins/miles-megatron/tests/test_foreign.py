@@ -91,7 +91,8 @@ class Evil:
 
 def test_objects_in_it_are_left_alone(written, hf_model, port, tmp_path):
     """common.pt may hold what it likes; an object in the place of a weight is refused."""
-    from miles_megatron import checkpoint, index
+    from miles_local import checkpoint_index
+    from miles_megatron import checkpoint
 
     hf, folder = written({}, {})
     ours, want = blank(hf, port, hf_model, {})
@@ -104,7 +105,7 @@ def test_objects_in_it_are_left_alone(written, hf_model, port, tmp_path):
     kept = next(entry for name, entry in metadata.state_dict_metadata.items() if "extra_state" in name)
     metadata.state_dict_metadata["output_layer.weight"] = kept
     read.write_bytes(pickle.dumps(metadata))
-    assert "output_layer.weight" not in index.read(read, tensors_only=False)
+    assert "output_layer.weight" not in checkpoint_index.read(read, tensors_only=False)
     with pytest.raises(CheckpointError, match=r"no output_layer\.weight"):
         checkpoint.load(folder, {"actor": ([ours], None, None)})
 

@@ -5,6 +5,8 @@
         fsdp.json                 optimizer steps, the actor's directory if not all of it trains, the run's own state,
                                   and digests
     <save>/latest_checkpointed_iteration.txt "7", written last
+
+On trust: the tensors' index is read as miles_local's checkpoint_index says, and nothing but tensors is taken.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from miles_local import checkpoint_index
 from miles_local.companions import copy_companions
 from miles_local.stored import check_archives, check_state, digest, write_errors
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -159,12 +162,14 @@ def load(folder: str, iteration: int, models: Models, ranks: Ranks) -> dict[str,
                                   fix="start from a directory of --save-hf; save without --no-save-optim next time")
         _check(where, saved, ranks)
         tensors = _tensors(models, whole=True)
-        stored = FileSystemReader(where / TENSORS).read_metadata().state_dict_metadata
-        wanted = {f"{name}.model.{key}" for name, part in tensors.items() for key in part["model"]}
-        if surplus := [name for name in stored if ".optimizer." not in name and name not in wanted]:
-            raise ValueError(f"no place for {surplus[0]}")  # what is wanted and not there is said by what loads
         # Not the optimizer's groups: this run has its own, which may be other parameters' together.
         state = {name: {**part, "optimizer": {"state": part["optimizer"]["state"]}} for name, part in tensors.items()}
+        stored = checkpoint_index.read(where / TENSORS / INDEX, tensors_only=False)  # before torch reads it
+        wanted = flatten_state_dict(state)[0].keys()
+        if missing := sorted(wanted - stored.keys()):
+            raise ValueError(f"no tensor {missing[0]}")
+        if surplus := [name for name in stored if ".optimizer." not in name and name not in wanted]:
+            raise ValueError(f"no place for {surplus[0]}")
         load_tensors(state, checkpoint_id=where / TENSORS)
         for name, one in models.trained.items():
             _restore(one, tensors[name])
@@ -183,9 +188,7 @@ def _check(where: Path, saved: dict[str, Any], ranks: Ranks) -> None:
     check_state(digested, saved.get("digest"), where / STATE)
     if "index" in saved and saved["index"] != _digest([(where / TENSORS / INDEX).read_bytes()]):
         raise ValueError(f"{TENSORS}/{INDEX} is not what was written")
-    stored = FileSystemReader(where / TENSORS).read_metadata().storage_data.values()
-    pieces = sorted((where / TENSORS / one.relative_path, one.offset, one.length) for one in stored)
-    check_archives(pieces[ranks.index :: ranks.size])
+    check_archives(checkpoint_index.places(where / TENSORS / INDEX)[ranks.index :: ranks.size])
 
 
 def _unreadable(where: Path, error: BaseException) -> CheckpointError:

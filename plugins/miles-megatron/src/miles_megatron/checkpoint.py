@@ -6,8 +6,8 @@
         miles.json                           the run's own state
     <save>/latest_checkpointed_iteration.txt "7", written last, also by rename
 
-On trust: common.pt is read with torch's weights_only unpickler, `.metadata` as index.py says. The JSON is data. Of
-checkpoints that other programs wrote (foreign.py) the weights are read.
+On trust: common.pt is read with torch's weights_only unpickler, `.metadata` as miles_local's checkpoint_index says. The
+JSON is data. Of checkpoints that other programs wrote (foreign.py) the weights are read.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_local import checkpoint_index
 from miles_local.stored import check_archives, check_state, write_errors
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -120,11 +121,11 @@ def weights_alone(folder: str | Path) -> bool:
     return of_another_program(folder) or not begun and (Path(folder) / "config.json").is_file()
 
 
-def others(iteration: Path) -> index.Held | None:
+def others(iteration: Path) -> checkpoint_index.Held | None:
     """The tensors in one iteration of another program's checkpoint; None where it is ours, or no checkpoint."""
     if (iteration / STATE).is_file() or not (iteration / ".metadata").is_file():
         return None
-    return index.read(iteration / ".metadata", tensors_only=False)
+    return checkpoint_index.read(iteration / ".metadata", tensors_only=False)
 
 
 Part = tuple[Sequence[torch.nn.Module], object | None, object | None]
@@ -197,7 +198,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
                                   got=f"no folder {name}", who=str(source),
                                   fix="resume with the plugins that the run had, or start over with --ref-load")
         foreign_names = None if (source / STATE).is_file() else others(where)
-        stored = index.read(where / ".metadata") if foreign_names is None else foreign_names
+        stored = checkpoint_index.read(where / ".metadata") if foreign_names is None else foreign_names
         try:
             check_archives(index.archives(where, dist.get_rank(), dist.get_world_size()))
             saved_state = _state(source) if foreign_names is None else {}
@@ -220,7 +221,7 @@ def _state(source: Path) -> dict:
     return saved_state
 
 
-def _load_part(source: Path, stored: index.Held, other: bool, chunks: Sequence[torch.nn.Module], optimizer,
+def _load_part(source: Path, stored: checkpoint_index.Held, other: bool, chunks: Sequence[torch.nn.Module], optimizer,
                scheduler) -> None:
     if optimizer is not None:
         prepare_state(optimizer)
@@ -254,7 +255,7 @@ def _fill(chunk: torch.nn.Module, tensors: dict) -> None:
 
 
 def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool,
-                    named_as: index.Held | None = None) -> dict:
+                    named_as: checkpoint_index.Held | None = None) -> dict:
     """What Megatron saves and loads. The metadata makes the optimizer's state independent of the layout.
 
     Args:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from miles_local import checkpoint_index
 from miles_local.companions import copy_companions
 from miles_local.stored import check_archives
 from torch.distributed.checkpoint import FileSystemReader
@@ -35,7 +36,7 @@ class ToHuggingFace(Conversion):
     def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
         folder = self.job.source
         others = checkpoint.others(folder)
-        shapes = index.read(folder / ".metadata") if others is None else others  # before torch reads it
+        shapes = checkpoint_index.read(folder / ".metadata") if others is None else others  # before torch reads it
         index.check(shapes, {number: one.entry for number, one in enumerate(parameters)}, folder,
                     padded=others is not None)
         pieces = [piece for one in parameters for piece in one.pieces(one.entry.data)]

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from miles_local.checkpoint_index import Held
 
-from miles_megatron import cpu, index
+from miles_megatron import cpu
 
 cpu.install()
 
@@ -53,14 +54,14 @@ class WithoutCommon(TorchCommonLoadStrategy):
         return {}
 
 
-def metadata(stored: index.Held) -> dict[str, bool]:
+def metadata(stored: Held) -> dict[str, bool]:
     """What tells Megatron-core to ask for names as they are stored."""
     return {"singleton_local_shards": any(map(_SINGLE.search, stored)),
             "non_homogeneous_layers": any(map(_NUMBERED.match, stored))}
 
 
 @contextlib.contextmanager
-def stacked_as(stored: index.Held | None, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def stacked_as(stored: Held | None, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, layers that are stacked there are stacked here, also of models whose layers may differ."""
     configs = [unwrap_model(chunk).config for chunk in chunks]
     before = [(config.moe_layer_freq, config.linear_attention_freq) for config in configs]
@@ -74,7 +75,7 @@ def stacked_as(stored: index.Held | None, chunks: Sequence[torch.nn.Module]) -> 
             config.moe_layer_freq, config.linear_attention_freq = mixtures, linear
 
 
-def rename(sharded: dict, stored: index.Held) -> None:
+def rename(sharded: dict, stored: Held) -> None:
     """Ask for norms by the names that they are stored under."""
     for entry in nested_values(sharded):
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory):

@@ -10,16 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_local import checkpoint_index
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from miles_core.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def index(megatron):
-    from miles_megatron import index
-
-    return index
 
 
 def tensor(*shape):
@@ -56,19 +50,19 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def test_what_torch_writes_is_read(index, tmp_path):
+def test_what_torch_writes_is_read(tmp_path):
     path = tmp_path / ".metadata"
     path.write_bytes(GOOD)
-    assert index.read(path) == {"a": (3, 4), "b": (7,)}
-    assert index.places(path) == [(tmp_path / "__0_0.distcp", 0, 10), (tmp_path / "__0_0.distcp", 10, 10)]
+    assert checkpoint_index.read(path) == {"a": (3, 4), "b": (7,)}
+    assert checkpoint_index.places(path) == [(tmp_path / "__0_0.distcp", 0, 10), (tmp_path / "__0_0.distcp", 10, 10)]
 
 
 @pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
-def test_what_another_python_wrote_is_read(index, tmp_path, module):
+def test_what_another_python_wrote_is_read(tmp_path, module):
     """3.13 says where its paths are defined by another name than the ones before and after it."""
     path, pickled = tmp_path / ".metadata", pickle.dumps(whole(a=tensor(3, 4)), 2)
     path.write_bytes(re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", pickled))
-    assert module in path.read_bytes() and index.read(path) == {"a": (3, 4)}
+    assert module in path.read_bytes() and checkpoint_index.read(path) == {"a": (3, 4)}
 
 
 @pytest.mark.parametrize("pickled", [
@@ -84,53 +78,53 @@ def test_what_another_python_wrote_is_read(index, tmp_path, module):
     call("collections", "namedtuple", "a", "b"), call("torch", "load", "x"), call("torch.storage", "UntypedStorage", 9),
     b"\x80\x04\x82\x01.", b"Pid\n.", b"",
 ])  # fmt: skip
-def test_a_crafted_pickle_is_refused_and_changes_nothing(index, tmp_path, pickled):
+def test_a_crafted_pickle_is_refused_and_changes_nothing(tmp_path, pickled):
     path = tmp_path / ".metadata"
     path.write_bytes(pickled)
-    for read in (index.read, index.places):
+    for read in (checkpoint_index.read, checkpoint_index.places):
         with pytest.raises(CheckpointError):
             read(path)
     assert not any(hasattr(kind, "probe") for kind in CLASS)
-    assert not any(hasattr(kind, "probe") for kind in index._MetadataReader.kinds.values())
+    assert not any(hasattr(kind, "probe") for kind in checkpoint_index._MetadataReader.kinds.values())
 
 
-def test_nothing_is_run_on_the_way(index, tmp_path):
+def test_nothing_is_run_on_the_way(tmp_path):
     marker, path = tmp_path / "ran", tmp_path / ".metadata"
     for bad in (Touch(marker), whole(a=Touch(marker)), dataclasses.replace(whole(), planner_data=[Touch(marker)])):
         path.write_bytes(pickle.dumps(bad))
         with pytest.raises(CheckpointError, match="touch"):
-            index.read(path)
+            checkpoint_index.read(path)
         assert not marker.exists()
 
 
-def test_bytes_with_the_looks_of_a_tensor_are_refused(index, tmp_path):
+def test_bytes_with_the_looks_of_a_tensor_are_refused(tmp_path):
     """torch would unpickle them with everything allowed."""
     entry = metadata.BytesStorageMetadata()
     vars(entry).update(chunks=[], size=torch.Size([1]))
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(whole(a=entry)))
     with pytest.raises(CheckpointError, match="something other than tensors"):
-        index.read(path)
+        checkpoint_index.read(path)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=3),
        st.integers(0, len(GOOD)) | st.just(len(GOOD)))
-def test_whatever_becomes_of_its_bytes_it_is_an_index_or_one_error(index, tmp_path_factory, changes, length):
+def test_whatever_becomes_of_its_bytes_it_is_an_index_or_one_error(tmp_path_factory, changes, length):
     data = bytearray(GOOD)
     for at, value in changes:
         data[at] = value
     path = tmp_path_factory.getbasetemp() / "mutated"
     path.write_bytes(data[:length])
-    for read in (index.read, index.places):
+    for read in (checkpoint_index.read, checkpoint_index.places):
         try:
             read(path)
         except CheckpointError as error:
             assert str(path) in str(error)
 
 
-def test_a_length_beyond_the_file_is_no_reservation_of_memory(index, tmp_path):
+def test_a_length_beyond_the_file_is_no_reservation_of_memory(tmp_path):
     path = tmp_path / ".metadata"
     path.write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"x.")
     with pytest.raises(CheckpointError):
-        index.read(path)
+        checkpoint_index.read(path)
