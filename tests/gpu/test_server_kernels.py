@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 PRODUCTS = [(1024, 1024), (1024, 2048), (2048, 1024), (1024, 3072), (3072, 1024), (4096, 12288), (2048, 6144),
             (6144, 2048), (1000, 520), (1024, 151936)]
 """Depth and columns."""
+MANY = [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 256, 64, 8, 4)]
+"""Rows, columns, depth, warps and stages of blocks for many rows."""
 
 
 @pytest.fixture
@@ -61,6 +64,22 @@ def test_products_of_other_blocks_are_the_same_bits(server, depth, columns):
     print(f"64 rows, {depth} -> {columns}: {microseconds(lambda: theirs(given, weight, bias)):.1f} us, "
           f"{microseconds(lambda: server.product(theirs, given, weight, bias)):.1f} with other blocks, "
           f"{microseconds(lambda: torch.bmm(given[None], weight[None])):.1f} by cuBLAS")
+
+
+@pytest.mark.parametrize("rows", [2048, 16384])
+@pytest.mark.parametrize(("depth", "columns"), PRODUCTS[1:8:2])
+def test_products_of_many_rows_may_have_other_blocks(server, rows, depth, columns):
+    """What prefill and a trainer's step could take; SGLang's own are 128 x 128 x 64, 8 warps, 3 stages."""
+    from sglang.srt.batch_invariant_ops.batch_invariant_ops import _matmul_persistent_triton as theirs
+
+    inputs, weight = drawn(rows, depth), drawn(columns, depth, scale=0.05).t()
+    processors, expected = server._processors(inputs.device), theirs(inputs, weight, None)
+    ways = {"SGLang's": lambda: theirs(inputs, weight, None), "cuBLAS": lambda: torch.bmm(inputs[None], weight[None])}
+    ways |= {str(sizes): partial(server.multiply, inputs, weight, None, sizes, processors) for sizes in MANY}
+    for sizes in MANY:
+        assert torch.equal(ways[str(sizes)](), expected), sizes
+    times = {name: round(microseconds(way, 5)) for name, way in ways.items()}
+    print(f"{rows} rows, {depth} -> {columns}, us: {times}")
 
 
 @pytest.mark.parametrize(("length", "size"), [(64, 128), (1, 128), (5, 64), (3000, 128)])
