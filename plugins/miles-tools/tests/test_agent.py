@@ -478,6 +478,40 @@ def test_the_example_trains(tmp_path):
         assert one["train/grad_norm"] > 0 and one["train/train_rollout_logprob_abs_diff_max"] == 0
 
 
+SEVERAL = '''
+import json, urllib.request
+
+def several(base_url, api_key, messages, label):
+    """A conversation, a branch of it, and an agent sent out that speaks another protocol."""
+    def ask(path, messages, **more):
+        request = urllib.request.Request(base_url + path, json.dumps({"messages": messages} | more).encode(),
+                                         {"Authorization": "Bearer " + api_key})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)
+
+    first = [*messages, ask("/chat/completions", messages)["choices"][0]["message"]]
+    for question in ("sure?", "really?"):
+        ask("/chat/completions", [*first, {"role": "user", "content": question}])
+    last = ask("/messages", [{"role": "user", "content": "1+1="}], max_tokens=20)
+    return {"reward": float(label in first[-1]["content"]), "two": "2" in last["content"][0]["text"]}
+'''
+
+
+@pytest.mark.integration
+def test_several_conversations_of_an_agent_are_one_rollout(tmp_path):
+    """Each is a sample, and every drawn token is trained on once with the log-prob of its draw, bit for bit."""
+    (tmp_path / "agent.py").write_text(SEVERAL)
+    for name in ("examples", "plugins"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    outcome = miles([*RUN, "--num-rollout", "1", "--agent", "agent.py:several", "--agent-conversations", "3",
+                     "--rollout-batch-size", "4"], tmp_path)
+    assert (outcome.code, outcome.err) == (0, "")
+    (one,) = [event["metrics"] for event in read(tmp_path / "runs/a/events.jsonl") if event["event"] == "metrics"]
+    assert one["rollout/agent/conversations"] == 3 and one["rollout/agent/superseded"] == 0
+    assert one["rollout/agent/turns"] == pytest.approx(5 / 3) and one["train/train_rollout_logprob_abs_diff_max"] == 0
+    assert one["train/grad_norm"] > 0 and one["rollout/raw_reward"] == one["rollout/reward/agent"]
+
+
 @pytest.mark.integration
 def test_agents_that_all_fail_starve_the_run_with_a_sentence(tmp_path):
     (tmp_path / "agent.py").write_text("def agent():\n    raise ValueError('no luck')\n")

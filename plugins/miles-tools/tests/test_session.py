@@ -4,176 +4,34 @@ import asyncio
 import http.client
 import json
 import socket
-from contextlib import asynccontextmanager
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from endpoint import (
+    MODEL,
+    TOOLED,
+    TOOLS,
+    USER,
+    Recorded,
+    Scripted,
+    calls,
+    conversing,
+    new_session,
+    prompt,
+    serving,
+    tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_local.engine import LocalEngine
 from miles_tools import session_server
-from miles_tools.session import Failure, Session
-from miles_tools.session_server import SessionServer
-from miles_tools.template import Template
+from miles_tools.trajectory import Failure
 
 from miles_core import rng
 from miles_core.columns import Columns
 from miles_core.errors import EngineError
-from miles_core.stages.rollout import Generation, Response, SamplingParams
-from miles_core.types import Prompt, Status
-
-MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "tiny-qwen3"
-USER = {"role": "user", "content": "3+4="}
-TOOLED = (  # a template that shows tools, their calls and their answers, as Qwen's does
-    "{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
-    "{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + call.function.name + ' ' + "
-    "(call.function.arguments | tojson) + '</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@cache
-def tokenizer(template=None):
-    from transformers import AutoTokenizer
-
-    found = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
-    found.chat_template = template or found.chat_template
-    return found
-
-
-def prompt(uid=3):
-    ids = Template(tokenizer(), {}).prompt([USER], "test")
-    return Prompt(uid, uid, "", tuple(ids), "7", messages=(USER,))
-
-
-class Recorded:
-    """The real engine, and what it was asked and answered."""
-
-    def __init__(self, engine):
-        self.engine, self.requests, self.responses = engine, [], []
-
-    @property
-    def version(self):
-        return self.engine.version
-
-    async def generate(self, request):
-        self.requests.append(request)
-        response = await self.engine.generate(request)
-        self.responses.append(response)
-        return response
-
-
-class Scripted:
-    """Draws these texts, one for each request; waits for `gate` first. No small model calls tools on demand."""
-
-    version = 2
-
-    def __init__(self, *texts, end="<|im_end|>"):
-        self.texts, self.end, self.requests = list(texts), end, []
-        self.gate, self.asked = asyncio.Event(), asyncio.Event()
-        self.gate.set()
-
-    async def generate(self, request):
-        self.requests.append(request)
-        self.asked.set()
-        await self.gate.wait()
-        text = self.texts.pop(0)
-        if isinstance(text, Exception):
-            raise text
-        ids = tokenizer()(text + self.end, add_special_tokens=False)["input_ids"]
-        count = len(ids)
-        return Response(np.array(ids, np.int32), np.full(count, -0.5, np.float32), np.full(count, 2, np.int32),
-                        "stop" if self.end else "length", text + self.end)
-
-
-@asynccontextmanager
-async def model():
-    engine = LocalEngine(MODEL, tokenizer=tokenizer(), max_context=256)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-def new_session(engine, *, index=0, template=None, context=256, **sampling):
-    def decode(ids, skip_special_tokens):
-        return tokenizer().decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    generation = Generation(engine, SamplingParams(**{"max_new_tokens": 128} | sampling), 1,
-                            lambda i, turn: rng.key(7, "train", 3, i, turn), decode, timeout=20.0)
-    return Session(prompt(), index, generation, context=context,
-                   template=lambda tools: Template(tokenizer(template), {}, tools))
-
-
-class Client:
-    """Speaks HTTP for one session, in threads, for the server has this one."""
-
-    def __init__(self, server, key):
-        self.server, self.key = server, key
-
-    async def __call__(self, body=None, path="/v1/chat/completions", method="POST", **headers):
-        return await asyncio.to_thread(self._send, body, path, method, headers)
-
-    def _send(self, body, path, method, headers):
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self.key}"} | {name.replace("_", "-"): v for name, v in headers.items()}
-        try:
-            connection.request(method, path, data if method == "POST" else None,
-                               {name: value for name, value in headers.items() if value is not None})
-            answer = connection.getresponse()
-            return answer.status, answer.headers, answer.read().decode()
-        finally:
-            connection.close()
-
-    async def ask(self, messages, **more):
-        """The JSON of a request that is answered."""
-        status, _, text = await self({"model": "m", "messages": messages} | more)
-        assert status == 200, text
-        return json.loads(text)
-
-    async def refused(self, body, status, words):
-        """The error of a request that is not."""
-        found, headers, text = await self(body)
-        assert found == status, text
-        error = json.loads(text)["error"]
-        assert words in error["message"] and error["type"], error
-        return headers
-
-
-@asynccontextmanager
-async def serving(session):
-    server = SessionServer()
-    await server.start()
-    key = server.open(session)
-    try:
-        yield Client(server, key)
-    finally:
-        if key.partition(".")[0] in server._sessions:
-            await server.close(key)
-        server.stop()
-
-
-def conversing(test, engine=None, **options):
-    """Run test(client, session, engine) in front of this engine, or of the real one."""
-    async def run():
-        if engine is not None:
-            session = new_session(engine, **options)
-            async with serving(session) as client:
-                return await test(client, session, engine)
-        async with model() as real:
-            recorded = Recorded(real)
-            session = new_session(recorded, **options)
-            async with serving(session) as client:
-                return await test(client, session, recorded)
-
-    return asyncio.run(run())
-
+from miles_core.stages.rollout import SamplingParams
+from miles_core.types import Status
 
 ECHOES = (
     lambda message: message,
@@ -207,7 +65,7 @@ def test_ids_are_only_ever_appended_to():
                     break
                 assert status == 200, text
                 messages = [*messages, turn["echo"](session.messages[-1]), *turn["new"]]
-            sample = session.to_sample(None)
+            sample = session.samples(None)[0]
         check(sample, engine)
 
     def check(sample, engine):
@@ -260,7 +118,7 @@ def test_an_answer_is_openais():
                                    "total_tokens": size + len(drawn)}
         short = await client.ask([USER, message, USER], max_tokens=2)
         assert short["choices"][0]["finish_reason"] == "length" and short["usage"]["completion_tokens"] == 2
-        sample = session.to_sample(None)
+        sample = session.samples(None)[0]
         assert sample.status is Status.TRUNCATED and sample.metadata["figures"]["agent/turns"] == 2
         assert [m["role"] for m in sample.metadata["messages"]] == ["user", "assistant", "user", "assistant"]
         assert sample.text == engine.responses[1].text
@@ -291,10 +149,6 @@ def test_a_stream_says_what_an_answer_says(usage):
     assert [delta["finish_reason"] for delta in deltas] == [None, choice["finish_reason"]]
 
 
-def calls(name="add", arguments='{"a": 1, "b": 2}'):
-    return f'I add.<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-
-
 def test_tools_are_rendered_called_and_answered():
     async def talk(client, session, engine):
         first = (await client.ask([USER], tools=TOOLS, tool_choice="auto"))["choices"][0]
@@ -309,7 +163,7 @@ def test_tools_are_rendered_called_and_answered():
         whole = tokenizer().decode(engine.requests[1].input_ids)
         assert whole.endswith(calls() + "<|im_end|>\n<|im_start|>tool\n3 < |im_end|> and on<|im_end|>\n"
                               "<|im_start|>assistant\n")
-        sample = session.to_sample(None)
+        sample = session.samples(None)[0]
         trained = sample.tokens[-sample.response_length:][sample.columns["loss_mask"] > 0]
         assert tokenizer().decode(trained) == calls() + "<|im_end|>It is 3.<|im_end|>"
 
@@ -358,7 +212,7 @@ def test_an_agent_that_rewrites_history_is_refused_and_not_trained_on(rewrite, t
         assert headers["x-should-retry"] == "false"
         await client.refused({"messages": good}, 409, words)  # the conversation is over, whatever comes now
         assert len(engine.requests) == 1
-        sample = session.to_sample(None)
+        sample = session.samples(None)[0]
         assert sample.status is Status.FAILED and sample.response_length == 0
         drop = sample.metadata["drop"]
         assert drop["reason"] == "agent_rewrote_history" and words in drop["detail"]
@@ -373,7 +227,7 @@ def test_what_the_agent_adds_to_the_end_is_no_rewrite():
         await client.refused({"messages": [USER, answer]}, 400, "nothing follows the last answer")
         more = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "sure?"}]
         await client.ask([USER, answer, *more])
-        assert session.to_sample(None).status is Status.COMPLETED
+        assert session.samples(None)[0].status is Status.COMPLETED
 
     conversing(talk, Scripted("seven", "yes"))
 
@@ -388,7 +242,7 @@ def test_two_requests_at_once_are_no_conversation():
         engine.gate.set()
         answer = await first
         assert answer["choices"][0]["message"]["content"] == "seven"
-        assert session.to_sample(None).status is Status.COMPLETED
+        assert session.samples(None)[0].status is Status.COMPLETED
 
     conversing(talk, Scripted("seven"))
 
@@ -411,12 +265,12 @@ def test_a_client_that_goes_away_may_ask_again():
         engine.gate.clear()
         await leave(client, engine, messages)
         async with asyncio.timeout(10):
-            while session._busy:
+            while session.busy:
                 await asyncio.sleep(0.01)
         engine.gate.set()
         await client.ask(messages)
         assert engine.requests[1] == engine.requests[2]  # ids, parameters and key of its draws
-        sample = session.to_sample(None)
+        sample = session.samples(None)[0]
         assert sample.tokens.tolist()[: len(engine.requests[2].input_ids)] == list(engine.requests[2].input_ids)
         assert sample.metadata["figures"]["agent/turns"] == 2
 
@@ -448,7 +302,7 @@ def test_who_has_no_business_here_is_refused(monkeypatch):
         assert not engine.requests
         await client.server.close(client.key)
         assert (await client(body))[0] == 401
-        assert not engine.requests and session.to_sample(None).metadata["drop"]["reason"] == "agent_never_called"
+        assert not engine.requests and session.samples(None)[0].metadata["drop"]["reason"] == "agent_never_called"
         await client.server.close(foreign)
 
     conversing(talk, Scripted("seven"))
@@ -550,7 +404,7 @@ def test_the_runs_sampling_parameters_win():
         answer = session.messages[-1]
         status, headers, _ = await client({"messages": [USER, answer, USER], "temperature": 0.7})
         assert status == 200 and "x-miles-ignored" not in headers
-        assert session.to_sample(None).metadata["figures"]["agent/ignored_parameters"] == 1
+        assert session.samples(None)[0].metadata["figures"]["agent/ignored_parameters"] == 1
 
     conversing(talk, Scripted("seven", "yes"), temperature=0.7)
 
@@ -571,7 +425,7 @@ def test_a_conversation_without_room_ends_as_truncated(options):
         answer = (await client.ask([USER]))["choices"][0]["message"]
         await client.refused({"messages": [USER, answer, USER]}, 400, "leave no room for an answer")
         assert len(engine.requests) == 1
-        sample = session.to_sample(None)
+        sample = session.samples(None)[0]
         assert sample.status is Status.TRUNCATED and sample.response_length == sample.columns["loss_mask"].sum()
 
     conversing(talk, Scripted("sev"), **options)
@@ -580,7 +434,7 @@ def test_a_conversation_without_room_ends_as_truncated(options):
 def test_a_failure_of_the_agent_is_never_a_sample_to_train_on():
     async def talk(client, session, _engine):
         await client.ask([USER])
-        sample = session.to_sample(Failure("agent_raised", "ValueError: no"))
+        sample = session.samples(Failure("agent_raised", "ValueError: no"))[0]
         assert sample.status is Status.FAILED and sample.response_length == 0 and sample.reward is None
         assert sample.metadata["drop"] == {"reason": "agent_raised",
                                            "detail": "train prompt 3 (row 3), sample 0: ValueError: no"}
@@ -604,7 +458,7 @@ def test_a_group_that_is_called_back_begins_anew():
         for _ in range(2):
             headers = await client.refused({"messages": [USER, session.messages[-1], USER]}, 503, "will start over")
             assert headers["x-should-retry"] == "false"
-        sample = session.to_sample(None)
+        sample = session.samples(None)[0]
         assert sample.status is Status.ABORTED and not sample.metadata and sample.response_length == 0
 
     conversing(talk, Scripted("seven", "yes"))
@@ -616,7 +470,7 @@ def test_ending_a_session_ends_its_call():
         asking = asyncio.create_task(client({"messages": [USER]}))
         await asyncio.wait_for(engine.asked.wait(), 10)
         await asyncio.wait_for(client.server.close(client.key), 5)
-        assert not session._busy
+        assert not session.busy
         with pytest.raises((http.client.HTTPException, OSError)):
             await asking
 

@@ -37,7 +37,7 @@ def build_chat_request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, A
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
-    """A sample by the agent of --custom-agent-function-path.
+    """The samples of one run of the agent of --custom-agent-function-path, one of each conversation.
 
     Raises:
         HookError: it is not called by the run, or the picker gives no sample.
@@ -52,24 +52,28 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     agents = _agents(args)
     token = CALL.set((told, input))  # the agent runs in a task of this one
     try:
-        made = await agents.sample(session.prompt, session.index, session.generation)
+        made = await agents.samples(session.prompt, session.index, session.generation)
     finally:
         CALL.reset(token)
-    sample = seen(made, session.generation.samples)
-    sample.metadata |= told
-    session.drawn += _answers(made, session.generation.sampling.temperature)
-    if not made.status.finished:  # it failed, and the sample says why
-        return GenerateFnOutput(sample)
-    picked: Any = sample
+    samples = [seen(one, session.generation.samples) for one in made]
+    for sample, one in zip(samples, made, strict=True):
+        sample.metadata |= told
+        session.drawn += _answers(one, session.generation.sampling.temperature)
+    if not made[0].status.finished:  # it failed, and the sample says why
+        return GenerateFnOutput(samples[0])
+    picked: Any = samples
     if args.session_sample_picker_path:
-        leaves = {"leaves": [{"node_id": 0, "path_node_ids": [0]}], "nodes": [{"id": 0, "parent": None}]}
-        sample.metadata.setdefault("leaf", {"node_id": 0, "parent": None})
-        picked = await _plain(noted(load_function(args.session_sample_picker_path))([sample], {"tree": leaves, **told}))
+        for number, sample in enumerate(samples):
+            sample.metadata.setdefault("leaf", {"node_id": number, "parent": None, "path_node_ids": [number]})
+        numbers = range(len(samples))
+        tree = {"leaves": [{"node_id": number, "path_node_ids": [number]} for number in numbers],
+                "nodes": [{"id": number, "parent": None} for number in numbers]}
+        picked = await _plain(noted(load_function(args.session_sample_picker_path))(samples, {"tree": tree, **told}))
     if args.session_sample_postprocessor_path:
         listed = picked if isinstance(picked, list) else [picked]
         picked = await _plain(noted(load_function(args.session_sample_postprocessor_path))(listed, dict(told)))
     if isinstance(picked, list) and not picked:
-        sample.remove_sample, picked = True, sample  # nothing of it is trained on
+        samples[0].remove_sample, picked = True, samples[:1]  # nothing of it is trained on
     return GenerateFnOutput(picked)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -16,9 +15,11 @@ from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_core.waits import BEAT
 from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
 from miles_tools.foreign import describe, is_unicode
-from miles_tools.session import CALLED_BACK, Failure, Session
+from miles_tools.session import Session
+from miles_tools.session_request import same
 from miles_tools.session_server import SessionServer
 from miles_tools.template import Template, load
+from miles_tools.trajectory import CALLED_BACK, Failure
 
 if TYPE_CHECKING:
     from miles_core.config import RunConfig
@@ -43,10 +44,11 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
                           fix="--agent FILE.py:FUNCTION, or --agent-command PROGRAM ARGUMENT ...")
     if options.agent is not None:
         find_function(options.agent)
-    if not options.agent_timeout > 0 or options.agent_concurrency < 1:
-        raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1",
+    counts = options.agent_concurrency, options.agent_conversations
+    if not options.agent_timeout > 0 or min(counts) < 1:
+        raise ConfigError("agent_timeout should be above 0, agent_concurrency and agent_conversations at least 1",
                           code="agent-limits-invalid", who="[tools]",
-                          got=f"{options.agent_timeout:g} and {options.agent_concurrency}", fix="leave them out")
+                          got=f"{options.agent_timeout:g}, {counts[0]} and {counts[1]}", fix="leave them out")
     if not config.rollout.rollout_temperature > 0:
         raise ConfigError("an agent's tokens are drawn at the run's temperature, which is 0",
                           code="agent-temperature-zero", who="rollout.rollout_temperature",
@@ -63,7 +65,7 @@ class Agents:
 
     def __init__(self, options: ToolsOptions, config: RunConfig,
                  call: Callable[[Task, str], Awaitable[object]] | None = None,
-                 matches: Callable[[Any, Any], bool] = operator.eq):
+                 matches: Callable[[Any, Any], bool] = same):
         self._options, self._config, self._given, self._matches = options, config, call, matches
         self._function: Callable[..., Any] | None = None
         self._tokenizer = None
@@ -81,16 +83,19 @@ class Agents:
             RewardError: an agent rewards itself in a run whose scorers do not ask for that.
             RolloutError: the first HUNG agents all took too long.
         """
-        done = {sample.index: sample for sample in generation.begun if sample.status is not Status.ABORTED}
-        calls = [asyncio.ensure_future(self.sample(prompt, index, generation))
-                 for index in range(generation.samples) if index not in done]
+        done: dict[int, list[Sample]] = {}
+        for sample in generation.begun:
+            if sample.status is not Status.ABORTED:
+                done.setdefault(sample.index if sample.rollout is None else sample.rollout, []).append(sample)
+        calls = {index: asyncio.ensure_future(self.samples(prompt, index, generation))
+                 for index in range(generation.samples) if index not in done}
         try:
-            done |= {sample.index: sample for sample in await asyncio.gather(*calls)}
+            done |= dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
         finally:
-            for call in calls:
+            for call in calls.values():
                 call.cancel()  # the others, when one failed
-            await asyncio.gather(*calls, return_exceptions=True)  # bounded: they end their agents
-        return [done[index] for index in sorted(done)]
+            await asyncio.gather(*calls.values(), return_exceptions=True)  # bounded: they end their agents
+        return numbered([done[index] for index in sorted(done)])
 
     def stop(self) -> None:
         """End the endpoint."""
@@ -108,20 +113,23 @@ class Agents:
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> Template:
         return Template(self._tokenizer, self._config.rollout.apply_chat_template_kwargs or {}, list(tools))
 
-    async def sample(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
-        """One sample, by an agent of its own; raises as `generate` does."""
+    async def samples(self, prompt: Prompt, index: int, generation: Generation) -> list[Sample]:
+        """One rollout, by an agent of its own: a sample of each conversation. Raises as `generate` does."""
         await self._begin()
         session = Session(prompt, index, generation, context=cast("int", self._config.rollout.rollout_max_context_len),
-                          template=self._template, matches=self._matches)
+                          template=self._template, matches=self._matches,
+                          conversations=self._options.agent_conversations)
         async with self._turns:
             begin = time.monotonic()
             result, failure = await self._in_session(prompt, session, generation.recall)
             seconds = time.monotonic() - begin
-        sample = session.to_sample(failure)
-        if sample.status.finished:
-            sample.metadata["figures"] |= {"agent/time": seconds, "agent/own_time": seconds - session.engine_seconds}
-            sample = self._rewarded(sample, session, result)
-        return sample
+        samples = session.samples(failure)
+        if samples[0].status.finished:
+            own = max(seconds - session.engine_seconds, 0.0)  # conversations may be answered side by side
+            for sample in samples:
+                sample.metadata["figures"] |= {"agent/time": seconds, "agent/own_time": own}
+            samples = self._rewarded(samples, session, result)
+        return samples
 
     async def _in_session(self, prompt: Prompt, session: Session,
                           recall: CancelHandle) -> tuple[dict[str, Any], Failure | None]:
@@ -166,26 +174,38 @@ class Agents:
             return await call_function(self._function, task)
         return await call_program(self._options.agent_command, task)
 
-    def _rewarded(self, sample: Sample, session: Session, result: dict[str, float]) -> Sample:
+    def _rewarded(self, samples: list[Sample], session: Session, result: dict[str, float]) -> list[Sample]:
         """
         Raises:
             RewardError: the agent's reward would be thrown away.
         """
         scorers = self._config.rollout.rm_type
-        sample.metadata["figures"] |= {f"agent/{name}": value for name, value in result.items() if name != "reward"}
+        figures = {f"agent/{name}": value for name, value in result.items() if name != "reward"}
+        for sample in samples:
+            sample.metadata["figures"] |= figures
         if "reward" in result:
             if scorers and SCORER not in scorers:
-                raise RewardError(f"the agent gave {sample.name} a reward that no scorer uses", who=self._who,
+                raise RewardError(f"the agent gave {session.name} a reward that no scorer uses", who=self._who,
                                   got=f"rm_type {', '.join(scorers)}", code="agent-reward-unused",
                                   fix=f"add {SCORER} to --rm-type, or let the agent return none")
-            sample.rewards[SCORER] = sample.reward = result["reward"]
+            for sample in samples:
+                sample.rewards[SCORER] = sample.reward = result["reward"]
         elif session.full and not set(scorers) - {SCORER}:
-            return session.to_sample(Failure("agent_out_of_context", "the agent gave no reward after that"))
-        return sample
+            return session.samples(Failure("agent_out_of_context", "the agent gave no reward after that"))
+        return samples
 
     @property
     def _who(self) -> str:
         return f"agent {self._options.agent or ' '.join(self._options.agent_command)}".strip()
+
+
+def numbered(rollouts: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """The samples of a group in their order. Where one rollout has several, each says of which rollout it is."""
+    several = any(len(samples) > 1 for samples in rollouts)
+    flat = [(number, sample) for number, samples in enumerate(rollouts) for sample in samples]
+    for index, (number, sample) in enumerate(flat):
+        sample.index, sample.rollout = index, number if several else None
+    return [sample for _, sample in flat]
 
 
 def reward_of(sample: Sample) -> float:

@@ -38,7 +38,7 @@ class Task:
     """What an agent is given.
 
     Args:
-        base_url, api_key: of its session, for any OpenAI client.
+        base_url, api_key: of its session, for any OpenAI client; for Anthropic's the address without /v1.
         messages: the prompt's.
         metadata: what else the row of the dataset holds.
         label: the row's.
@@ -164,7 +164,8 @@ async def call_program(command: Sequence[str], task: Task) -> object:
         AgentFailed: it cannot be started, or ended with another code than 0.
     """
     payload = json.dumps({"messages": task.messages, "metadata": task.metadata, "label": task.label})
-    environment = {**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
+    environment = {**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key,
+                   "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": task.api_key}
     with tempfile.TemporaryFile() as stdin:  # a file: a program that does not read it blocks nothing
         stdin.write(payload.encode())
         stdin.seek(0)

@@ -59,6 +59,10 @@ class ToolsOptions:
     )
     agent_timeout: float = option(600.0, "Seconds allowed for one agent.", flags=("--agent-timeout",))
     agent_concurrency: int = option(64, "Maximum number of concurrent agents.", flags=("--agent-concurrency",))
+    agent_conversations: int = option(
+        1, "Maximum number of conversations of one agent: branches, summaries, agents that it sends out; each is a "
+        "sample of its rollout.", flags=("--agent-conversations",)
+    )
 
 
 class Tools:

@@ -1,4 +1,4 @@
-"""What an agent asks: the body of POST /v1/chat/completions, read strictly where the answer would be wrong otherwise.
+"""What an agent asks, whatever protocol it speaks, read strictly where the answer would be wrong otherwise.
 
 Sampling parameters are the run's. An agent that sends others is not refused, for many do out of habit; they are left
 out and counted. What cannot be left out without a wrong answer (several choices, a forced tool, a forced format) is
@@ -18,6 +18,8 @@ from miles_core.stages.rollout import SamplingParams
 from miles_tools.foreign import loads
 from miles_tools.parts import source
 
+MODEL = "miles"
+"""The name of the one model there is."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NEUTRAL = {"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
            "logit_bias": ({},), "seed": (), "parallel_tool_calls": (True,)}
@@ -67,11 +69,11 @@ class Asked:
     images: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def parse(body: bytes, sampling: SamplingParams) -> Asked:
-    """Read a request.
+def loaded(body: bytes) -> dict[str, Any]:
+    """The object that a request's body is.
 
     Raises:
-        Refused: 400, not JSON, malformed, or asking for what a session does not give.
+        Refused: 400, not JSON, or no object.
     """
     try:
         data = loads(body)
@@ -79,19 +81,19 @@ def parse(body: bytes, sampling: SamplingParams) -> Asked:
         raise Refused(400, f"the body is not JSON that a session can hold: {error}"[:300]) from None
     if not isinstance(data, dict):
         raise Refused(400, "the body is not a JSON object")
-    _refuse_others(data)
+    return data
+
+
+def listed(data: Mapping[str, Any]) -> list[Any]:
+    """The messages of a request.
+
+    Raises:
+        Refused: 400, there are none.
+    """
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages should be a list of at least one message")
-    bounds = [_count(data, key) for key in ("max_tokens", "max_completion_tokens") if data.get(key) is not None]
-    options, images = data.get("stream_options") or {}, dict[str, bytes]()
-    return Asked(
-        messages=tuple(readable(message, f"messages[{i}]", images) for i, message in enumerate(messages)),
-        images=images,
-        tools=_tools(data.get("tools") or []), calls=data.get("tool_choice") != "none",
-        stop=_stop(data.get("stop")), max_tokens=min(bounds, default=None),
-        stream=bool(data.get("stream")), ignored=_ignored(data, sampling),
-        include_usage=isinstance(options, dict) and bool(options.get("include_usage")))  # fmt: skip
+    return messages
 
 
 def readable(message: object, where: str, images: dict[str, bytes]) -> Message:
@@ -153,7 +155,19 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return calls_read
 
 
-def _tools(tools: object) -> tuple[Mapping[str, object], ...]:
+def same(one: Message, other: Message) -> bool:
+    """Whether two messages are one, however the arguments of their calls are written: a client may read 1.0 and write
+    1."""
+    return one == other or _read(one) == _read(other)
+
+
+def _read(message: Message) -> Message:
+    calls = [{**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+             for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": calls}
+
+
+def functions(tools: object) -> tuple[Mapping[str, object], ...]:
     if not isinstance(tools, list) or not all(
             isinstance(tool, dict) and isinstance(tool.get("function"), dict)
             and isinstance(tool["function"].get("name"), str) for tool in tools):
@@ -161,37 +175,21 @@ def _tools(tools: object) -> tuple[Mapping[str, object], ...]:
     return tuple(tools)
 
 
-def _stop(stop: object) -> tuple[str, ...]:
+def stops(stop: object) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
         raise Refused(400, "stop should be a text or a list of at most 16 of them")
     return tuple(stops)
 
 
-def _count(data: Mapping[str, object], key: str) -> int:
+def count(data: Mapping[str, object], key: str) -> int:
     value = data[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise Refused(400, f"{key} should be a whole number above 0")
     return value
 
 
-def _refuse_others(data: Mapping[str, object]) -> None:
-    """What is not given here, where leaving it out would answer another question."""
-    if data.get("n") not in (None, 1):
-        raise Refused(400, "a session is one conversation: n should be 1", "unsupported_parameter")
-    if data.get("logprobs") or data.get("top_logprobs"):
-        raise Refused(400, "log-probs are kept for training and not given: leave logprobs out", "unsupported_parameter")
-    if (data.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise Refused(400, "a forced format would change what tokens are drawn from: leave response_format out, and "
-                           "say in the prompt what you want", "unsupported_parameter")
-    if data.get("tool_choice") not in (None, "auto", "none"):
-        raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
-                      "unsupported_parameter")
-    if data.get("functions") or data.get("function_call"):
-        raise Refused(400, "functions are replaced by tools: use tools", "unsupported_parameter")
-
-
-def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, ...]:
+def ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, ...]:
     """Names of the sampling parameters in a request that are not the run's."""
     ours = {"temperature": (sampling.temperature,), "top_p": (sampling.top_p,),
             "top_k": (sampling.top_k, *((0,) if sampling.top_k == -1 else ()))}

@@ -1,9 +1,11 @@
-"""The endpoint: sessions over HTTP on the loopback interface, in the form of OpenAI's chat completions.
+"""The endpoint: sessions over HTTP on the loopback interface, in the form of OpenAI's and Anthropic's services.
 
-    GET  /health                 whether it serves; needs no token
-    GET  /v1/models              the one model there is
-    POST /v1/chat/completions    the next answer of the session whose token the request bears
-    POST /sessions/TOKEN/v1/...  the same, for clients that send a token of their own
+    GET  /health                    whether it serves; needs no token
+    GET  /v1/models                 the one model there is
+    POST /v1/chat/completions       the next answer of the session whose token the request bears
+    POST /v1/messages               the same in Anthropic's form
+    POST /v1/messages/count_tokens  how many tokens its messages have
+    POST /sessions/TOKEN/v1/...     the same, for clients that send a token of their own
 
 A token is the session's alone and stops working when it ends. Requests whose Host is not this address are refused: a
 page in a browser can reach loopback addresses under a name of its own.
@@ -13,21 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
-from miles_tools.session import Completion, Session
-from miles_tools.session_request import Asked, Refused, parse
+from miles_tools import anthropic_messages, openai_chat
+from miles_tools.session import Session
+from miles_tools.session_request import MODEL, Refused
 
-MODEL = "miles"
 LARGEST = 2**24
 """Bytes of a request."""
 PATIENCE = 30.0
@@ -115,18 +116,19 @@ class SessionServer:
         try:
             return await self._route(request)
         except Refused as refused:
-            return _refusal(refused)
+            return _refusal(refused, _protocol(request))
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception as error:  # noqa: BLE001 - the session keeps it, and it ends the run
-            return _refusal(Refused(500, f"the run failed: {error}", "server_error"))
+            return _refusal(Refused(500, f"the run failed: {error}", "server_error"), _protocol(request))
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.host not in (f"127.0.0.1:{self.port}", f"localhost:{self.port}"):
             raise Refused(403, f"requests have to be addressed to 127.0.0.1:{self.port}", "forbidden")
         handlers: dict[str, tuple[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
             "/health": ("GET", self._health), "/v1/models": ("GET", self._models),
-            "/v1/chat/completions": ("POST", self._complete)}
+            "/v1/chat/completions": ("POST", self._complete), "/v1/messages": ("POST", self._complete),
+            "/v1/messages/count_tokens": ("POST", self._count)}
         path = _SESSION.sub("", request.path)
         if path not in handlers:
             raise Refused(404, f"no such path {path}; known: {', '.join(handlers)}", "not_found")
@@ -143,9 +145,14 @@ class SessionServer:
         return web.json_response({"object": "list", "data": [
             {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]})
 
-    async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _count(self, request: web.BaseRequest) -> web.Response:
         session = self._session(request)
-        chat = parse(await _body(request), session.sampling)
+        chat = anthropic_messages.parse(await _body(request), session.sampling)
+        return web.json_response({"input_tokens": session.count(chat)})
+
+    async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
+        session, protocol = self._session(request), _protocol(request)
+        chat = protocol.parse(await _body(request), session.sampling)
         self._session(request)  # it may have ended meanwhile
         calls, call = self._calls[session], asyncio.ensure_future(session.complete(chat))
         calls.add(call)
@@ -156,8 +163,8 @@ class SessionServer:
             calls.discard(call)
         headers = {"x-miles-ignored": ", ".join(chat.ignored)} if chat.ignored else {}
         if not chat.stream:
-            return web.json_response(_whole(completion), headers=headers)
-        return await _stream(request, completion, chat, headers)
+            return web.json_response(protocol.whole(completion), headers=headers)
+        return await _stream(request, protocol.events(completion, chat), headers)
 
     def _session(self, request: web.BaseRequest) -> Session:
         """
@@ -165,6 +172,8 @@ class SessionServer:
             Refused: 401, no token, or none of a session under way.
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if "x-api-key" in request.headers:
+            scheme, key = "bearer", request.headers["x-api-key"]
         if in_path := _SESSION.match(request.path):
             scheme, key = "bearer", in_path[1]
         name, _, secret = key.strip().partition(".")
@@ -193,54 +202,25 @@ async def _body(request: web.BaseRequest) -> bytes:
     return bytes(data)
 
 
-def _refusal(refused: Refused) -> web.Response:
-    """OpenAI's form of an error. Their clients try some statuses again unless they are told not to."""
-    body = {"error": {"message": refused.sentence, "type": refused.code, "code": refused.code, "param": None}}
-    response = web.json_response(body, status=refused.status, headers={
+def _protocol(request: web.BaseRequest) -> ModuleType:
+    """By whose form a request is read and answered."""
+    return anthropic_messages if "/v1/messages" in request.path else openai_chat
+
+
+def _refusal(refused: Refused, protocol: ModuleType) -> web.Response:
+    """Clients of both protocols try some statuses again unless they are told not to."""
+    response = web.json_response(protocol.refusal(refused), status=refused.status, headers={
         "x-should-retry": "true" if refused.again else "false"})
     if refused.status in (401, 403, 408, 413):
         response.force_close()  # whatever else is on its way here is not read
     return response
 
 
-def _whole(completion: Completion) -> dict[str, Any]:
-    """OpenAI's object of an answer."""
-    return {**_head(completion, "chat.completion"), "usage": _usage(completion), "choices": [
-        {"index": 0, "message": _shown(completion), "logprobs": None, "finish_reason": completion.finish_reason}]}
-
-
-def _head(completion: Completion, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{completion.turn}", "object": kind, "created": int(time.time()), "model": MODEL}
-
-
-def _shown(completion: Completion) -> dict[str, Any]:
-    message = completion.message
-    return {**message, "content": message["content"] or (None if "tool_calls" in message else "")}
-
-
-def _usage(completion: Completion) -> dict[str, int]:
-    return {"prompt_tokens": completion.prompt_tokens, "completion_tokens": completion.completion_tokens,
-            "total_tokens": completion.prompt_tokens + completion.completion_tokens}
-
-
-def _pieces(completion: Completion, chat: Asked) -> Iterator[dict[str, Any]]:
-    """An answer as the events of a stream: the message, its end, and how many tokens it has."""
-    head, message = _head(completion, "chat.completion.chunk"), _shown(completion)
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    for delta, reason in ((message, None), ({}, completion.finish_reason)):
-        yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
-    if chat.include_usage:
-        yield {**head, "choices": [], "usage": _usage(completion)}
-
-
-async def _stream(request: web.BaseRequest, completion: Completion, chat: Asked,
-                  headers: dict[str, Any]) -> web.StreamResponse:
+async def _stream(request: web.BaseRequest, events: Iterable[str], headers: dict[str, Any]) -> web.StreamResponse:
     response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async with asyncio.timeout(PATIENCE):
         await response.prepare(request)
-        for piece in _pieces(completion, chat):
-            await response.write(f"data: {json.dumps(piece)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        for event in events:
+            await response.write(event.encode())
         await response.write_eof()
     return response

@@ -58,6 +58,12 @@ class Transcript:
                    begun.metadata["begun"].get("mask", mask), log_probs, versions,
                    images=[(0, name) for name in images_of(begun)], begun_mask=mask)
 
+    def until(self, length: int) -> Transcript:
+        """A copy that ends after so many ids, with the images among them and none of the figures."""
+        rest = length - self.prompt_length
+        return Transcript(self.ids[:length], self.prompt_length, self.mask[:rest], self.log_probs[:rest],
+                          self.versions[:rest], images=[one for one in self.images if one[0] < rest])
+
     @property
     def last_turn(self) -> list[int]:
         """The drawn ids after the last suffix."""
