@@ -168,6 +168,32 @@ def test_generation_blocks_say_where_answers_are(checkpoint):
     assert trained(last, sample) == f"D{CLOSE}"
 
 
+def test_a_generation_block_with_the_whole_turn_ends_at_its_end_token(checkpoint):
+    """SmolLM3's way: neither the line break behind an end token nor a second end is trained on."""
+    whole = MARKED.replace("{{ '<|im_start|>assistant\\n' }}{% generation %}{{ m.content }}{% endgeneration %}"
+                           "{{ '<|im_end|>\\n' }}", "{% generation %}" + TURN + "{% endgeneration %}")
+    assert whole != MARKED
+    sft = plugin(checkpoint, whole)
+    [sample] = generate(sft, messages=chat("a", "B", "c", "D"))
+    assert trained(sft, sample) == f"{OPEN}assistant\nB{CLOSE}{OPEN}assistant\nD{CLOSE}"
+    assert sft._tokenizer.decode(sample.tokens).endswith(f"B{CLOSE}\n{OPEN}user\nc{CLOSE}\n{OPEN}assistant\nD{CLOSE}")
+
+
+NEXT = ("{% for m in messages %}{{ ('<|im_end|>' if m.role == 'tool' else '<|im_start|>' + m.role) + '\\n' + m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+def test_the_token_that_begins_the_next_turn_ends_an_answer_that_nothing_else_ends(checkpoint, kind):
+    """GLM's way: <|observation|> says that a call is made, <|user|> that the turn is over."""
+    sft = plugin(checkpoint, NEXT, SftOptions(sft_loss_mask_type=kind))
+    turns = (*chat("a", "call"), {"role": "tool", "content": "1"}, {"role": "assistant", "content": "B"}, *chat("c", "D"))
+    [sample] = generate(sft, messages=turns)
+    assert trained(sft, sample) == f"call{CLOSE}B{OPEN}D{EOS}"
+    [sample] = generate(plugin(checkpoint, NEXT, SftOptions(sft_last_turn_only=True)), messages=turns)
+    assert trained(sft, sample) == f"D{EOS}"
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(checkpoint):
     messages = chat("a", "<think>x</think>B", "c", "<think>y</think>D")
     with pytest.raises(DataError, match="train row 4.*message 1 differently.*--sft.sft-last-turn-only"):

@@ -15,6 +15,7 @@ The text is cut at these borders before it is tokenised, just as in sampling, wh
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class EncodedConversation:
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
            *, last_only: bool = False, alone: bool = False, shown: bool = False) -> EncodedConversation:
     """Tokens and mask of a conversation that ends with an answer; end tokens are trained on, what follows them is not.
+
+    Where a template ends answers by the special token that begins the next turn, that one is the end.
 
     Args:
         arguments: further arguments of the chat template.
@@ -186,7 +189,12 @@ def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
 
 def _append(encoded: EncodedConversation, tokenizer: Any, text: str, *, trained: bool) -> None:
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-    trained_count = without_trailing_space(tokenizer, ids) if trained else 0
+    trained_count = 0
+    if trained:
+        trained_count = without_trailing_space(tokenizer, ids)
+    elif ids and encoded.mask[-1:] == [1]:  # what follows may end the answer: GLM's <|user|> and <|observation|>
+        special = special_tokens(tokenizer).values()
+        trained_count = int(encoded.ids[-1] not in special and ids[0] in special)
     encoded.ids += ids
     encoded.mask += [1] * trained_count + [0] * (len(ids) - trained_count)
 
@@ -214,7 +222,12 @@ def _by_generation_blocks(tokenizer: Any, messages: Sequence[Mapping[str, object
                                                 **{**arguments, "add_generation_prompt": False})
     except Exception as error:
         raise _refused(error, where) from error
-    return EncodedConversation(list(encoded["input_ids"]), [int(bit) for bit in encoded["assistant_masks"]])
+    ids, mask = list(encoded["input_ids"]), list[int]()
+    for bit, run in itertools.groupby(encoded["assistant_masks"]):
+        size = len(list(run))  # a block may hold the line break behind an answer's end token
+        trained = without_trailing_space(tokenizer, ids[len(mask):len(mask) + size]) if bit else 0
+        mask += [1] * trained + [0] * (size - trained)
+    return EncodedConversation(ids, mask)
 
 
 def _last_answer(encoded: EncodedConversation) -> EncodedConversation:
