@@ -179,15 +179,15 @@ def test_a_generation_block_with_the_whole_turn_ends_at_its_end_token(checkpoint
     assert sft._tokenizer.decode(sample.tokens).endswith(f"B{CLOSE}\n{OPEN}user\nc{CLOSE}\n{OPEN}assistant\nD{CLOSE}")
 
 
-NEXT = ("{% for m in messages %}{{ ('<|im_end|>' if m.role == 'tool' else '<|im_start|>' + m.role) + '\\n' + m.content }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+NEXT = ("{% for m in messages %}{{ '<|im_end|>' if m.role == 'tool' else '<|im_start|>' + m.role }}"
+        "{{ '\\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
 
 @pytest.mark.parametrize("kind", ["qwen", "qwen3"])
 def test_the_token_that_begins_the_next_turn_ends_an_answer_that_nothing_else_ends(checkpoint, kind):
     """GLM's way: <|observation|> says that a call is made, <|user|> that the turn is over."""
     sft = plugin(checkpoint, NEXT, SftOptions(sft_loss_mask_type=kind))
-    turns = (*chat("a", "call"), {"role": "tool", "content": "1"}, {"role": "assistant", "content": "B"}, *chat("c", "D"))
+    turns = (*chat("a", "call"), {"role": "tool", "content": "1"}, chat("", "B")[1], *chat("c", "D"))
     [sample] = generate(sft, messages=turns)
     assert trained(sft, sample) == f"call{CLOSE}B{OPEN}D{EOS}"
     [sample] = generate(plugin(checkpoint, NEXT, SftOptions(sft_last_turn_only=True)), messages=turns)
@@ -361,3 +361,27 @@ def test_tools_of_a_row_are_shown(checkpoint, tools):
     with pytest.raises(DataError) as caught:
         generate(sft, messages=chat("a", "B"), metadata={"tools": "[calc"})
     assert caught.value.code == "sft-tools-not-json"
+
+
+CALLS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% for call in m.tool_calls or () %}"
+         "{% set call = call.function or call %}{{ call.name }} {{ call.arguments | tojson }}{% endfor %}"
+         "{{ '<|im_end|>\\n' }}{% endfor %}" + OPENING)
+MARKED_CALLS = CALLS.replace("{% set", "{% generation %}{% set").replace("tojson }}", "tojson }}{% endgeneration %}")
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x":1}'])
+def test_arguments_of_calls_are_written_as_an_object_in_either_form(checkpoint, marked, arguments):
+    """OpenAI's form has them as text; templates such as Qwen2.5's and Llama's would write a text in quotes."""
+    template = MARKED_CALLS if marked else CALLS
+    call = {"name": "calc", "arguments": arguments}
+    for one in ({"type": "function", "function": call}, call):
+        sft = plugin(checkpoint, template)
+        [sample] = generate(sft, messages=(*chat("a"), {"role": "assistant", "content": "", "tool_calls": [one]}))
+        assert sft._tokenizer.decode(sample.tokens).endswith(f'assistant\ncalc {{"x": 1}}{CLOSE}')
+
+
+def test_arguments_that_are_no_object_stay_as_they_are(checkpoint):
+    sft, call = plugin(checkpoint, CALLS), {"name": "calc", "arguments": "1+1"}
+    [sample] = generate(sft, messages=(*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert trained(sft, sample) == f'calc "1+1"{CLOSE}'

@@ -5,6 +5,7 @@ test lets a real model draw.
 """
 
 import asyncio
+import copy
 import itertools
 import json
 from dataclasses import replace
@@ -110,6 +111,16 @@ def test_a_tools_answer_is_what_the_template_would_write(talks, tokenizer):
     figures = sample.metadata["figures"]
     assert figures.pop("tool_time") > 0
     assert figures == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "tool_overruns": 0, "spec_accept_rate": 0.5}
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x":1}'])
+def test_calls_in_a_prompt_are_written_as_the_model_writes_them(tokenizer, arguments):
+    """OpenAI's form has arguments as text, which Qwen2.5's template, as most, would put in quotes."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ messages[-1].tool_calls[0].function.arguments | tojson }}"
+    call = {"type": "function", "function": {"name": "calc", "arguments": arguments}}
+    text = Template(own, {}).text([*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], "row 0")
+    assert text == '{"x": 1}'
 
 
 def test_scorers_see_the_special_tokens_that_the_run_keeps(talks, tokenizer):

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from miles_tools.template import for_template
+
 from miles_core.errors import DataError
 
 _TAG = re.compile(r"<(\w+)>\s*$")
@@ -217,7 +219,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 def _by_generation_blocks(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object],
                           where: str) -> EncodedConversation:
     try:
-        encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True,
+        encoded = tokenizer.apply_chat_template(for_template(messages), tokenize=True, return_dict=True,
                                                 return_assistant_tokens_mask=True,
                                                 **{**arguments, "add_generation_prompt": False})
     except Exception as error:
@@ -248,7 +250,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
     """
     try:
         options = {**arguments, "add_generation_prompt": opening}
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(for_template(messages), tokenize=False, **options))
     except Exception as error:
         raise _refused(error, where) from error
 

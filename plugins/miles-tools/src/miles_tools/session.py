@@ -23,7 +23,7 @@ from miles_core.stages.rollout import Generation, Request, Response, SamplingPar
 from miles_core.types import Drop, Prompt, Sample, Status, images_of
 from miles_tools.calls import Call, parse
 from miles_tools.images import behind, closed, filled, shown, shows
-from miles_tools.session_request import Asked, Message, Refused, for_template
+from miles_tools.session_request import Asked, Message, Refused
 from miles_tools.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Session:
             if images and not shows(self._generation):
                 raise Refused(400, "a message has an image, and no plugin of this run shows images to the model; that "
                                    "is --plugin vision")
-            rendered = for_template([self._rendered(message) for message in new])
+            rendered = [self._rendered(message) for message in new]
             text = template.suffix_text(rendered) if begun else template.text(rendered, self.name)
             turn = self._shown(text, images)
         except DataError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,23 +197,3 @@ def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str,
             "top_k": (sampling.top_k, *((0,) if sampling.top_k == -1 else ()))}
     return tuple(name for name, same in {**ours, **NEUTRAL}.items()
                  if data.get(name) is not None and data[name] not in same)
-
-
-def for_template(messages: Sequence[Message]) -> list[Message]:
-    """The same messages as chat templates take them: arguments of tool calls as objects, where their text is one."""
-    converted = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [
-                {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-                for call in calls]}
-        converted.append(message)
-    return converted
-
-
-def _object(text: str) -> object:
-    try:
-        value = loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
