@@ -172,7 +172,10 @@ class Agents:
             RewardError: the agent's reward would be thrown away.
         """
         scorers = self._config.rollout.rm_type
-        sample.metadata["figures"] |= {f"agent/{name}": value for name, value in result.items() if name != "reward"}
+        sample.metadata["figures"] |= {
+            f"agent/{name}": value for name, value in result.items() if name not in ("reward", "truncated")}
+        if result.get("truncated"):
+            sample.status = Status.TRUNCATED
         if "reward" in result:
             if scorers and SCORER not in scorers:
                 raise RewardError(f"the agent gave {sample.name} a reward that no scorer uses", who=self._who,
