@@ -145,6 +145,26 @@ def test_one_answer_behind_a_tag_needs_no_option(checkpoint):
     assert trained(sft, sample) == f"\n</think>\n\n2{CLOSE}"
 
 
+@pytest.mark.parametrize(("response", "written"), [
+    ("2", "\n</think>\n\n2"), ("<think>\nwell\n</think>\n\n2", "well\n</think>\n\n2"), ("w</think>2", "w</think>2")])
+@pytest.mark.parametrize("tools", [[], [{"name": "calc"}]])
+def test_a_response_beside_its_prompt_goes_on_behind_the_tag_as_well(checkpoint, response, written, tools):
+    sft, opening = plugin(checkpoint, OPENED), f"{OPEN}user\na{CLOSE}\n{OPEN}assistant\n<think>\n"
+    row = {"token_ids": [5], "text": opening, "label": response, "metadata": {"tools": tools}}
+    [sample] = generate(sft, messages=chat("a"), **row)
+    assert trained(sft, sample) == written + EOS
+    [sample] = generate(sft, **row)
+    assert trained(sft, sample) == response + EOS, "the row's own text, of which nothing is known"
+
+
+def test_the_end_of_a_question_is_no_tag_that_opens_an_answer(checkpoint):
+    """As Gemma's <end_of_turn>, where a template writes no opening."""
+    template = "{% for m in messages %}{{ m.content }}<end_of_turn>\n{% endfor %}"
+    sft = plugin(checkpoint, template)
+    [sample] = generate(sft, messages=chat("a"), token_ids=[5], text="a<end_of_turn>\n", label="2")
+    assert trained(sft, sample) == f"2{EOS}"
+
+
 @pytest.mark.parametrize("template", [FORGETFUL, OPENED])
 def test_each_answer_by_itself_keeps_its_reasoning(checkpoint, template):
     """Miles's mask of that name; all but what the template forgets stands as in the whole conversation."""

@@ -173,20 +173,28 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
 def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
     """What a model would write behind an opening that ends with a tag, if `whole` does not show it there; else "".
 
-    An answer without reasoning closes the tag first. What ends the answer is what `whole` has behind it.
+    What ends the answer is what `whole` has behind it.
     """
     tag = _TAG.search(opened)
     content = str(message.get("content") or "").strip()
     if tag is None or whole.startswith(opened) or message.get("tool_calls") or not content:
         return ""
-    close = f"</{tag[1]}>"
-    answer = content.rpartition(close)[2].strip()
-    if close in content:
-        written = content.removeprefix(f"<{tag[1]}>").lstrip("\n")
-    else:
-        reasoning = str(message.get("reasoning_content") or "").strip()
-        written = f"{reasoning}\n{close}\n\n{content}"
+    answer = content.rpartition(f"</{tag[1]}>")[2].strip()
+    written = within_tag(opened, content, str(message.get("reasoning_content") or "").strip())
     return written + whole[whole.rfind(answer) + len(answer):] if answer and answer in whole else ""
+
+
+def within_tag(opened: str, content: str, reasoning: str = "") -> str:
+    """An answer as it goes on from an opening that ends with a tag: without the tag, and with one that closes it.
+
+    An answer without reasoning closes the tag first. Behind other openings it stays as it is.
+    """
+    tag = _TAG.search(opened)
+    if tag is None:
+        return content
+    if f"</{tag[1]}>" in content:
+        return content.removeprefix(f"<{tag[1]}>").lstrip("\n")
+    return f"{reasoning}\n</{tag[1]}>\n\n{content}"
 
 
 def _append(encoded: EncodedConversation, tokenizer: Any, text: str, *, trained: bool) -> None:
