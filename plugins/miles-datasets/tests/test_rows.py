@@ -71,6 +71,12 @@ def test_values_are_what_json_has(read, tmp_path):
     json.dumps(row)
 
 
+def test_a_tool_without_a_function_around_it_has_no_keys_of_others(tmp_path):
+    tools = [{"name": name, "parameters": {"properties": {key: {"type": "string"}}}} for name, key in ("fa", "gb")]
+    pyarrow.parquet.write_table(pyarrow.table({"tools": [tools]}), tmp_path / "data.parquet")
+    assert list(Source(str(tmp_path / "data.parquet")).stream()) == [{"tools": tools}]
+
+
 def test_maps_are_objects_and_schemas_of_tools_have_no_keys_of_others(tmp_path):
     """In a stream and a plan; the package datasets, which makes tables, has no maps."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "int"}}}

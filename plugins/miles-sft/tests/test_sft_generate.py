@@ -145,6 +145,26 @@ def test_one_answer_behind_a_tag_needs_no_option(checkpoint):
     assert trained(sft, sample) == f"\n</think>\n\n2{CLOSE}"
 
 
+@pytest.mark.parametrize(("response", "written"), [
+    ("2", "\n</think>\n\n2"), ("<think>\nwell\n</think>\n\n2", "well\n</think>\n\n2"), ("w</think>2", "w</think>2")])
+@pytest.mark.parametrize("tools", [[], [{"name": "calc"}]])
+def test_a_response_beside_its_prompt_goes_on_behind_the_tag_as_well(checkpoint, response, written, tools):
+    sft, opening = plugin(checkpoint, OPENED), f"{OPEN}user\na{CLOSE}\n{OPEN}assistant\n<think>\n"
+    row = {"token_ids": [5], "text": opening, "label": response, "metadata": {"tools": tools}}
+    [sample] = generate(sft, messages=chat("a"), **row)
+    assert trained(sft, sample) == written + EOS
+    [sample] = generate(sft, **row)
+    assert trained(sft, sample) == response + EOS, "the row's own text, of which nothing is known"
+
+
+def test_the_end_of_a_question_is_no_tag_that_opens_an_answer(checkpoint):
+    """As Gemma's <end_of_turn>, where a template writes no opening."""
+    template = "{% for m in messages %}{{ m.content }}<end_of_turn>\n{% endfor %}"
+    sft = plugin(checkpoint, template)
+    [sample] = generate(sft, messages=chat("a"), token_ids=[5], text="a<end_of_turn>\n", label="2")
+    assert trained(sft, sample) == f"2{EOS}"
+
+
 @pytest.mark.parametrize("template", [FORGETFUL, OPENED])
 def test_each_answer_by_itself_keeps_its_reasoning(checkpoint, template):
     """Miles's mask of that name; all but what the template forgets stands as in the whole conversation."""
@@ -166,6 +186,32 @@ def test_generation_blocks_say_where_answers_are(checkpoint):
     last = plugin(checkpoint, MARKED, SftOptions(sft_last_turn_only=True))
     [sample] = generate(last, messages=chat("a", "B", "c", "D"))
     assert trained(last, sample) == f"D{CLOSE}"
+
+
+def test_a_generation_block_with_the_whole_turn_ends_at_its_end_token(checkpoint):
+    """SmolLM3's way: neither the line break behind an end token nor a second end is trained on."""
+    whole = MARKED.replace("{{ '<|im_start|>assistant\\n' }}{% generation %}{{ m.content }}{% endgeneration %}"
+                           "{{ '<|im_end|>\\n' }}", "{% generation %}" + TURN + "{% endgeneration %}")
+    assert whole != MARKED
+    sft = plugin(checkpoint, whole)
+    [sample] = generate(sft, messages=chat("a", "B", "c", "D"))
+    assert trained(sft, sample) == f"{OPEN}assistant\nB{CLOSE}{OPEN}assistant\nD{CLOSE}"
+    assert sft._tokenizer.decode(sample.tokens).endswith(f"B{CLOSE}\n{OPEN}user\nc{CLOSE}\n{OPEN}assistant\nD{CLOSE}")
+
+
+NEXT = ("{% for m in messages %}{{ '<|im_end|>' if m.role == 'tool' else '<|im_start|>' + m.role }}"
+        "{{ '\\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+def test_the_token_that_begins_the_next_turn_ends_an_answer_that_nothing_else_ends(checkpoint, kind):
+    """GLM's way: <|observation|> says that a call is made, <|user|> that the turn is over."""
+    sft = plugin(checkpoint, NEXT, SftOptions(sft_loss_mask_type=kind))
+    turns = (*chat("a", "call"), {"role": "tool", "content": "1"}, chat("", "B")[1], *chat("c", "D"))
+    [sample] = generate(sft, messages=turns)
+    assert trained(sft, sample) == f"call{CLOSE}B{OPEN}D{EOS}"
+    [sample] = generate(plugin(checkpoint, NEXT, SftOptions(sft_last_turn_only=True)), messages=turns)
+    assert trained(sft, sample) == f"D{EOS}"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(checkpoint):
@@ -335,3 +381,27 @@ def test_tools_of_a_row_are_shown(checkpoint, tools):
     with pytest.raises(DataError) as caught:
         generate(sft, messages=chat("a", "B"), metadata={"tools": "[calc"})
     assert caught.value.code == "sft-tools-not-json"
+
+
+CALLS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% for call in m.tool_calls or () %}"
+         "{% set call = call.function or call %}{{ call.name }} {{ call.arguments | tojson }}{% endfor %}"
+         "{{ '<|im_end|>\\n' }}{% endfor %}" + OPENING)
+MARKED_CALLS = CALLS.replace("{% set", "{% generation %}{% set").replace("tojson }}", "tojson }}{% endgeneration %}")
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x":1}'])
+def test_arguments_of_calls_are_written_as_an_object_in_either_form(checkpoint, marked, arguments):
+    """OpenAI's form has them as text; templates such as Qwen2.5's and Llama's would write a text in quotes."""
+    template = MARKED_CALLS if marked else CALLS
+    call = {"name": "calc", "arguments": arguments}
+    for one in ({"type": "function", "function": call}, call):
+        sft = plugin(checkpoint, template)
+        [sample] = generate(sft, messages=(*chat("a"), {"role": "assistant", "content": "", "tool_calls": [one]}))
+        assert sft._tokenizer.decode(sample.tokens).endswith(f'assistant\ncalc {{"x": 1}}{CLOSE}')
+
+
+def test_arguments_that_are_no_object_stay_as_they_are(checkpoint):
+    sft, call = plugin(checkpoint, CALLS), {"name": "calc", "arguments": "1+1"}
+    [sample] = generate(sft, messages=(*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert trained(sft, sample) == f'calc "1+1"{CLOSE}'

@@ -380,6 +380,13 @@ def test_out_of_context_is_truncated_where_others_score(function):
     failed(samples_of(function(OUT)), "agent_out_of_context", "the agent gave no reward")
 
 
+@pytest.mark.parametrize(("told", "status"), [("True", Status.TRUNCATED), ("0", Status.COMPLETED)])
+def test_an_agent_that_ends_at_a_limit_of_its_own_says_so(function, told, status):
+    says = "def agent(base_url, api_key, messages):\n    ask(base_url, api_key, messages)\n"
+    group = samples_of(function(says + f"    return {{'reward': 0.5, 'truncated': {told}}}"))
+    assert [(sample.status, sample.reward) for sample in group] == [(status, 0.5)] * 2
+
+
 def test_who_rewards(function):
     says = "def agent(base_url, api_key, messages):\n    ask(base_url, api_key, messages)\n"
     assert [s.reward for s in samples_of(function(says + "    return 2"), rm_type=["agent", "math"])] == [2.0, 2.0]

@@ -5,6 +5,7 @@ test lets a real model draw.
 """
 
 import asyncio
+import copy
 import itertools
 import json
 from dataclasses import replace
@@ -82,11 +83,13 @@ def drawn(tokenizer, text, reason="stop", version=7):
     return ids, [-0.25] * len(ids), [version] * len(ids), reason
 
 
-def talk(talks, tokenizer, turns, *, most=512, begun=(), skip=False, read=lambda sample, response: sample, **options):
+def talk(talks, tokenizer, turns, *, most=512, least=0, begun=(), skip=False, read=lambda sample, response: sample,
+         **options):
     """(sample, engine) of one conversation."""
     engine = Scripted(turn if isinstance(turn, tuple) else drawn(tokenizer, turn) for turn in turns)
     generation = Generation(
-        engine=engine, sampling=SamplingParams(max_new_tokens=most, skip_special_tokens=skip), samples=1, begun=begun,
+        engine=engine, samples=1, begun=begun,
+        sampling=SamplingParams(max_new_tokens=most, min_new_tokens=least, skip_special_tokens=skip),
         key=lambda index, turn: rng.key(0, "train", 5, index, turn), timeout=10.0, on_response=read,
         decode=lambda ids, skip: tokenizer.decode(list(ids), skip_special_tokens=skip))  # fmt: skip
     prompt = Prompt(5, 5, "", (0,), messages=ASK)
@@ -110,6 +113,16 @@ def test_a_tools_answer_is_what_the_template_would_write(talks, tokenizer):
     figures = sample.metadata["figures"]
     assert figures.pop("tool_time") > 0
     assert figures == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "tool_overruns": 0, "spec_accept_rate": 0.5}
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x":1}'])
+def test_calls_in_a_prompt_are_written_as_the_model_writes_them(tokenizer, arguments):
+    """OpenAI's form has arguments as text, which Qwen2.5's template, as most, would put in quotes."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ messages[-1].tool_calls[0].function.arguments | tojson }}"
+    call = {"type": "function", "function": {"name": "calc", "arguments": arguments}}
+    text = Template(own, {}).text([*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], "row 0")
+    assert text == '{"x": 1}'
 
 
 def test_scorers_see_the_special_tokens_that_the_run_keeps(talks, tokenizer):
@@ -171,6 +184,13 @@ def test_a_suffix_that_leaves_no_room_to_answer_is_not_appended(talks, tokenizer
     size = len(drawn(tokenizer, call)[0])
     sample, engine = talk(talks, tokenizer, [call], most=size + 5)
     assert (sample.status, sample.response_length, len(engine.requests)) == (Status.TRUNCATED, size, 1)
+
+
+def test_a_turn_need_not_have_more_tokens_than_there_is_room_for(talks, tokenizer):
+    """An engine refuses such a request: what tools wrote takes room and is not drawn."""
+    _, engine = talk(talks, tokenizer, ["<calc>1</calc><|im_end|>", "1<|im_end|>"], most=60, least=55)
+    first, second = ((one.sampling.min_new_tokens, one.sampling.max_new_tokens) for one in engine.requests)
+    assert first == (55, 60) and second[0] == second[1] < 55
 
 
 def test_turns_are_bounded(talks, tokenizer):

@@ -41,10 +41,10 @@ async def endpoint(*answers):
         await runner.cleanup()
 
 
-def played(table, *answers, times=1):
+def played(table, *answers, times=1, **role):
     """(what `play` says of each episode of the first task, the requests of all)."""
     async def play():
-        environments = Environments({"words": {"taskset": {"id": "words_env"} | table}})
+        environments = Environments({"words": {"taskset": {"id": "words_env"} | table, **role}})
         task = next(iter(environments.load("words").taskset))
         try:
             async with endpoint(*answers) as (address, asked):
@@ -77,6 +77,11 @@ def test_a_scorer_that_fails_is_no_reward():
 def test_a_policy_without_room_left_ends_the_conversation_and_is_scored():
     (figures,), asked = played({}, call("{}"), 400)
     assert figures["reward"] == 0.0 and len(asked) == 2
+
+
+def test_an_episode_that_ends_at_its_turns_is_truncated():
+    (figures,), asked = played({}, call("{}"), agent={"max_turns": 2})
+    assert figures == {"reward": 0.0, "right": 0.0, "characters": 0.0, "truncated": 1.0} and len(asked) == 2
 
 
 def test_a_policy_that_fails_is_no_reward():

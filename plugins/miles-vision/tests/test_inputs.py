@@ -32,11 +32,12 @@ FILES = {"red": picture((255, 0, 0)), "blue": picture((0, 0, 255)), "wide": pict
 @pytest.fixture
 def vision(checkpoint, tmp_path):
     """kind -> the plugin of a run; both roles in one, as this is about what they compute."""
-    def made(kind, templated=True, engine="local", **options):
+    def made(kind, templated=True, engine="local", most=None, eval_most=None, **options):
         config = with_values(
             RunConfig(), "test", checkpoint__hf_checkpoint=str(checkpoint(kind)), checkpoint__run_dir=str(tmp_path),
             rollout__apply_chat_template=templated, rollout__rollout_max_context_len=200, rollout__engine=engine,
-            rollout__prompt_data=str(tmp_path / "train.jsonl"))
+            rollout__prompt_data=str(tmp_path / "train.jsonl"), rollout__rollout_max_prompt_len=most,
+            eval__eval_max_prompt_len=eval_most)
         return Vision(VisionOptions(**{"multimodal_keys": {"image": "pictures"}} | options), config)
 
     return made
@@ -176,6 +177,13 @@ def test_what_cannot_be_shown_is_dropped_with_its_reason(images, text, options, 
     prompt = Prompt(0, 3, "", (), metadata={"pictures": images}, messages=({"role": "user", "content": text},))
     answer = vision("qwen2_5_vl", **options).prepare_prompt(prompt)
     assert isinstance(answer, Drop) and answer.reason == reason and "row 3" in answer.detail
+
+
+@pytest.mark.parametrize(("stream", "eval_most", "fits"), [
+    ("train", 199, False), ("eval/held", None, False), ("eval/held", 199, True)])
+def test_the_limit_of_prompts_counts_for_evaluation_that_has_none_of_its_own(stream, eval_most, fits, vision):
+    answer = vision("qwen2_5_vl", most=8, eval_most=eval_most).prepare_prompt(asked([FILES["red"]], stream=stream))
+    assert isinstance(answer, Prompt) if fits else answer.reason == "prompt_too_long"
 
 
 @pytest.mark.parametrize("between", ["", ", "], ids=["touch", "apart"])

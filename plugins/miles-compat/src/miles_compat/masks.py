@@ -15,7 +15,7 @@ class MultiTurnLossMaskGenerator:
     """Tokens of a conversation, and a mask of those that the assistant wrote.
 
     Args:
-        tokenizer_type: qwen, qwen3 or distill_qwen, of plugin sft's --loss-mask-type.
+        tokenizer_type: qwen, qwen3, qwen3_5 or distill_qwen, of plugin sft's --loss-mask-type.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
@@ -36,7 +36,7 @@ class MultiTurnLossMaskGenerator:
 
         kind = self.tokenizer_type
         found = encode(self.tokenizer, messages, {"tools": tools} if tools else {}, "MultiTurnLossMaskGenerator",
-                       last_only=kind == "distill_qwen", alone=kind == "qwen3")
+                       last_only=kind == "distill_qwen", alone=kind == "qwen3", shown=kind == "qwen3_5")
         return found.ids, found.mask
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow
 
 Convert = Callable[[Any], Any]
+SPARSE = ("role", "function", "parameters")
+"""Keys of objects in a list that tell of chat messages and of tools, with or without their "function" around them."""
 
 
 def rows(table: pyarrow.Table | pyarrow.RecordBatch, media: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -76,7 +78,7 @@ def _plain(kind: pyarrow.DataType) -> Convert | None:
 
 def _of_list(kind: pyarrow.DataType) -> Convert | None:
     inner = converter(kind)
-    if pyarrow.types.is_struct(kind) and any(kind.get_field_index(key) >= 0 for key in ("role", "function")):
+    if pyarrow.types.is_struct(kind) and any(kind.get_field_index(key) >= 0 for key in SPARSE):
         convert = inner or _same
         return _unless_none(lambda values: [_without_nulls(convert(value)) for value in values])
     return None if inner is None else _unless_none(lambda values: [inner(value) for value in values])

@@ -99,14 +99,12 @@ class ReasoningGym:
 
         They are the same in every run, and their seeds are not those of training.
         """
+        from miles_core.stages.prompts import rows_of
         from miles_reasoning_gym.rows import GymRows
 
-        config = self._config
-        own = [(one.get("input_key"), one.get("label_key")) for one in config.eval.datasets]
-        inputs = {config.rollout.input_key, config.eval.eval_input_key, *(key for key, _ in own)}
-        labels = {config.rollout.label_key, config.eval.eval_label_key, *(key for _, key in own)}
-        keys = tuple(tuple(sorted(str(key) for key in one if key)) for one in (inputs, labels))
-        return GymRows(path, of_path(path, self._tasks), (keys[0], keys[1]), self._prompt, most)
+        every = [rows_of(self._config, one) for one in (None, *self._config.eval.every)]
+        keys = sorted({one.input_key for one in every}), sorted({one.label_key for one in every if one.label_key})
+        return GymRows(path, of_path(path, self._tasks), keys, self._prompt, most)
 
     @hookimpl
     def reward(self, sample: Sample) -> float:

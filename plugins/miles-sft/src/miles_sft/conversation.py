@@ -15,10 +15,13 @@ The text is cut at these borders before it is tokenised, just as in sampling, wh
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from miles_tools.template import for_template
 
 from miles_core.errors import DataError
 
@@ -39,6 +42,8 @@ class EncodedConversation:
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
            *, last_only: bool = False, alone: bool = False, shown: bool = False) -> EncodedConversation:
     """Tokens and mask of a conversation that ends with an answer; end tokens are trained on, what follows them is not.
+
+    Where a template ends answers by the special token that begins the next turn, that one is the end.
 
     Args:
         arguments: further arguments of the chat template.
@@ -168,25 +173,38 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
 def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
     """What a model would write behind an opening that ends with a tag, if `whole` does not show it there; else "".
 
-    An answer without reasoning closes the tag first. What ends the answer is what `whole` has behind it.
+    What ends the answer is what `whole` has behind it.
     """
     tag = _TAG.search(opened)
     content = str(message.get("content") or "").strip()
     if tag is None or whole.startswith(opened) or message.get("tool_calls") or not content:
         return ""
-    close = f"</{tag[1]}>"
-    answer = content.rpartition(close)[2].strip()
-    if close in content:
-        written = content.removeprefix(f"<{tag[1]}>").lstrip("\n")
-    else:
-        reasoning = str(message.get("reasoning_content") or "").strip()
-        written = f"{reasoning}\n{close}\n\n{content}"
+    answer = content.rpartition(f"</{tag[1]}>")[2].strip()
+    written = within_tag(opened, content, str(message.get("reasoning_content") or "").strip())
     return written + whole[whole.rfind(answer) + len(answer):] if answer and answer in whole else ""
+
+
+def within_tag(opened: str, content: str, reasoning: str = "") -> str:
+    """An answer as it goes on from an opening that ends with a tag: without the tag, and with one that closes it.
+
+    An answer without reasoning closes the tag first. Behind other openings it stays as it is.
+    """
+    tag = _TAG.search(opened)
+    if tag is None:
+        return content
+    if f"</{tag[1]}>" in content:
+        return content.removeprefix(f"<{tag[1]}>").lstrip("\n")
+    return f"{reasoning}\n</{tag[1]}>\n\n{content}"
 
 
 def _append(encoded: EncodedConversation, tokenizer: Any, text: str, *, trained: bool) -> None:
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-    trained_count = without_trailing_space(tokenizer, ids) if trained else 0
+    trained_count = 0
+    if trained:
+        trained_count = without_trailing_space(tokenizer, ids)
+    elif ids and encoded.mask[-1:] == [1]:  # what follows may end the answer: GLM's <|user|> and <|observation|>
+        special = special_tokens(tokenizer).values()
+        trained_count = int(encoded.ids[-1] not in special and ids[0] in special)
     encoded.ids += ids
     encoded.mask += [1] * trained_count + [0] * (len(ids) - trained_count)
 
@@ -209,12 +227,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 def _by_generation_blocks(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object],
                           where: str) -> EncodedConversation:
     try:
-        encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True,
+        encoded = tokenizer.apply_chat_template(for_template(messages), tokenize=True, return_dict=True,
                                                 return_assistant_tokens_mask=True,
                                                 **{**arguments, "add_generation_prompt": False})
     except Exception as error:
         raise _refused(error, where) from error
-    return EncodedConversation(list(encoded["input_ids"]), [int(bit) for bit in encoded["assistant_masks"]])
+    ids, mask = list(encoded["input_ids"]), list[int]()
+    for bit, run in itertools.groupby(encoded["assistant_masks"]):
+        size = len(list(run))  # a block may hold the line break behind an answer's end token
+        trained = without_trailing_space(tokenizer, ids[len(mask):len(mask) + size]) if bit else 0
+        mask += [1] * trained + [0] * (size - trained)
+    return EncodedConversation(ids, mask)
 
 
 def _last_answer(encoded: EncodedConversation) -> EncodedConversation:
@@ -235,7 +258,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
     """
     try:
         options = {**arguments, "add_generation_prompt": opening}
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(for_template(messages), tokenize=False, **options))
     except Exception as error:
         raise _refused(error, where) from error
 

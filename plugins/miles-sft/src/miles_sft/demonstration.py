@@ -14,7 +14,7 @@ import numpy as np
 from miles_core.errors import ConfigError, DataError
 from miles_core.reading import parse_json
 from miles_core.types import Prompt, Sample, Status
-from miles_sft.conversation import EncodedConversation, encode, render, special_tokens
+from miles_sft.conversation import EncodedConversation, encode, render, special_tokens, within_tag
 
 if TYPE_CHECKING:
     from miles_core.config import RunConfig
@@ -63,10 +63,13 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
                        last_only=options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen",
                        alone=options.sft_loss_mask_type == "qwen3", shown=options.sft_loss_mask_type == "qwen3_5")
     else:
-        response, before = _response(prompt, options.sft_response_key, where), prompt.token_ids
+        response, text, before = _response(prompt, options.sft_response_key, where), prompt.text, prompt.token_ids
         if tools and prompt.messages:  # the prompt was rendered without them
             text = render(tokenizer, prompt.messages, arguments, where, opening=True)
             before = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if prompt.messages and response:  # a tag of the template's opening; one at the end of a text is the row's own
+            question = render(tokenizer, prompt.messages, arguments, where, opening=False)
+            response = within_tag(text.removeprefix(question), response)
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
         encoded = EncodedConversation([*before, *ids], [0] * len(before) + [1] * len(ids))
     _close(encoded, tokenizer, options.sft_append_eos)

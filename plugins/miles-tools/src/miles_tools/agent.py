@@ -180,9 +180,11 @@ class Agents:
             RewardError: the agent's reward would be thrown away.
         """
         scorers = self._config.rollout.rm_type
-        figures = {f"agent/{name}": value for name, value in result.items() if name != "reward"}
+        figures = {f"agent/{name}": value for name, value in result.items() if name not in ("reward", "truncated")}
         for sample in samples:
             sample.metadata["figures"] |= figures
+            if result.get("truncated"):
+                sample.status = Status.TRUNCATED
         if "reward" in result:
             if scorers and SCORER not in scorers:
                 raise RewardError(f"the agent gave {session.name} a reward that no scorer uses", who=self._who,

@@ -119,7 +119,7 @@ class _Conversation:
             id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self._draws}",
             input_ids=tuple(transcript.ids), resumed=tuple(transcript.last_turn),
             sampling=dataclasses.replace(sampling, max_new_tokens=room,
-                                         min_new_tokens=max(0, sampling.min_new_tokens - transcript.drawn)),
+                                         min_new_tokens=min(room, max(0, sampling.min_new_tokens - transcript.drawn))),
             key=generation.key(self._index, self._draws),
         ), self._seen())
         response = await call_engine(generation, request)

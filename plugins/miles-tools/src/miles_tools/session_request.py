@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.stages.rollout import SamplingParams
 from miles_tools.foreign import loads
 from miles_tools.parts import source
+from miles_tools.template import for_template
 
 MODEL = "miles"
 """The name of the one model there is."""
@@ -158,13 +160,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def same(one: Message, other: Message) -> bool:
     """Whether two messages are one, however the arguments of their calls are written: a client may read 1.0 and write
     1."""
-    return one == other or _read(one) == _read(other)
-
-
-def _read(message: Message) -> Message:
-    calls = [{**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-             for call in message.get("tool_calls", ())]
-    return {**message, "tool_calls": calls}
+    return one == other or operator.eq(*for_template((one, other)))
 
 
 def functions(tools: object) -> tuple[Mapping[str, object], ...]:
@@ -195,23 +191,3 @@ def ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, 
             "top_k": (sampling.top_k, *((0,) if sampling.top_k == -1 else ()))}
     return tuple(name for name, same in {**ours, **NEUTRAL}.items()
                  if data.get(name) is not None and data[name] not in same)
-
-
-def for_template(messages: Sequence[Message]) -> list[Message]:
-    """The same messages as chat templates take them: arguments of tool calls as objects, where their text is one."""
-    converted = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [
-                {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-                for call in calls]}
-        converted.append(message)
-    return converted
-
-
-def _object(text: str) -> object:
-    try:
-        value = loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text

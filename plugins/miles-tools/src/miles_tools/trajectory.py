@@ -18,7 +18,7 @@ from miles_core.stages.rollout import Generation, Request, Response, call_engine
 from miles_core.types import Drop, Prompt, Sample, Status, images_of
 from miles_tools.calls import Call, parse
 from miles_tools.images import behind, closed, shown, shows
-from miles_tools.session_request import Asked, Message, Refused, for_template
+from miles_tools.session_request import Asked, Message, Refused
 from miles_tools.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Trajectory:
         if images and not shows(self._generation):
             raise Refused(400, "a message has an image, and no plugin of this run shows images to the model; that "
                                "is --plugin vision")
-        messages = for_template([self._harmless(message) for message in new])
+        messages = [self._harmless(message) for message in new]
         text = self._template.suffix_text(messages) if begun else self._template.text(messages, self._name)
         turn = self._shown(text, images)
         return replace(turn, ids=self._template.joining(turn.ids, after=begun[-1])) if begun else turn

@@ -137,7 +137,7 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def figures_of(episode: vf.Episode) -> dict[str, float]:
-    """The weighted sum of an episode's rewards as "reward", each by its name, and its metrics.
+    """The weighted sum of an episode's rewards as "reward", each by its name, its metrics, and whether it was cut.
 
     Raises:
         AgentFailed: it has no end that counts.
@@ -149,4 +149,5 @@ def figures_of(episode: vf.Episode) -> dict[str, float]:
     trace = next(trace for trace in episode.traces if trace.agent.trainable)
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return metrics | rewards | ({"reward": trace.reward} if rewards else {})
+    cut = {"truncated": 1.0} if trace.is_truncated else {}
+    return metrics | rewards | cut | ({"reward": trace.reward} if rewards else {})

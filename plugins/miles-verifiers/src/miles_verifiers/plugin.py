@@ -58,15 +58,14 @@ class Verifiers:
     def rows(self, path: str, most: int | None) -> Records:
         """The tasks of an environment, gsm8k.verifiers, or some of them, gsm8k.verifiers@[0:256]."""
         if path not in self._rows:
+            from miles_core.stages.prompts import rows_of
             from miles_verifiers.rows import TaskRows
 
             config, name = self._config, environment_of(path)
-            own = [(one.get("input_key"), one.get("label_key")) for one in config.eval.datasets]
-            inputs = {config.rollout.input_key, config.eval.eval_input_key, *(key for key, _ in own)}
-            labels = {config.rollout.label_key, config.eval.eval_label_key, *(key for _, key in own)}
-            keys = tuple(tuple(sorted(str(key) for key in some if key)) for some in (inputs, labels))
-            self._rows[path] = TaskRows(path, self._environments.load(name), self._tables.get(name, {}),
-                                        (keys[0], keys[1]), config.rollout.apply_chat_template)
+            every = [rows_of(config, one) for one in (None, *config.eval.every)]
+            keys = sorted({one.input_key for one in every}), sorted({one.label_key for one in every if one.label_key})
+            self._rows[path] = TaskRows(path, self._environments.load(name), self._tables.get(name, {}), keys,
+                                        config.rollout.apply_chat_template)
         return self._rows[path]
 
     @hookimpl(name="verifiers")

@@ -115,7 +115,8 @@ class Preparation:
         return render(self._tokenizer, messages, self._config.rollout.apply_chat_template_kwargs or {}, where)
 
     def _limit(self, stream: str) -> int:
-        rollout, own = self._config.rollout, self._config.eval.eval_max_prompt_len
-        most = rollout.rollout_max_prompt_len if stream == "train" else own
+        rollout = self._config.rollout
+        own = self._config.eval.eval_max_prompt_len if stream != "train" else None
+        most = own or rollout.rollout_max_prompt_len
         context = (rollout.rollout_max_context_len or 0) - 1
         return min(most or context, context)
