@@ -96,6 +96,19 @@ def test_linear_attention_has_sizes_of_its_own(config):
     assert architecture_of(config(unknown)).uncounted == ["linear_key_head_dim"]
 
 
+@pytest.mark.parametrize("layers", [
+    {"layer_types": ["sliding_attention", "full_attention"] * 12}, {"sliding_window_pattern": 2}])  # fmt: skip
+def test_attention_with_a_window_reaches_as_far_as_the_window(config, layers):
+    """Named layers, or all but every n-th; against the pairs of a query and a key, counted one by one."""
+    size = architecture_of(config({**GPT_OSS, **layers, "sliding_window": 128}))
+    for length in (100, 2048):
+        seen = [sum(min(at + 1, reach) for at in range(length)) for reach in (128, length)]
+        pairs = 12 * 64 * 64 * sum(seen)
+        assert size.attention_of(length) * length**2 / 2 == pytest.approx(pairs, rel=0.02)
+    whole = architecture_of(config(GPT_OSS))
+    assert whole.attention_of(2048) == whole.attention == size.attention, "no layer is said to have one"
+
+
 def test_layers_of_one_sublayer_are_attention_or_an_mlp(config):
     """By words or letters; without a gate an MLP has two matrices."""
     run = config({**QWEN3_NEXT, "num_hidden_layers": None, "mlp_hidden_act": "relu2", "pattern": "M*E-ME"})
