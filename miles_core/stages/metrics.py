@@ -11,7 +11,7 @@ from miles_core.types import Batch, Sample
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Miles's names for what a rollout brought."""
+    """Miles's names for what a rollout brought; without a reward where there are only demonstrations nobody scored."""
     samples = batch.samples
     rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.response_length for s in samples])
@@ -20,7 +20,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     alike = [np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups if len(one.samples) > 1]
     metrics = {
         **({"rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples])}
-           if rewards.any() or any(s.rewards for s in samples) else {}),  # nobody has scored a demonstration
+           if rewards.any() or any(s.rewards or s.columns["rollout_log_probs"].any() for s in samples) else {}),
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
         **{f"rollout/response_len/{name}": getattr(np, name)(lengths) for name in ("mean", "median", "max", "min")},
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from miles_megatron import estimate
 from miles_megatron.architecture import architecture_of
+from miles_megatron.heads import sizes_of
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
@@ -94,6 +95,29 @@ def test_linear_attention_has_sizes_of_its_own(config):
     assert architecture_of(config({**QWEN3_NEXT, "full_attention_interval": None})).linear == 0
     unknown = {key: value for key, value in QWEN3_NEXT.items() if key != "linear_key_head_dim"}
     assert architecture_of(config(unknown)).uncounted == ["linear_key_head_dim"]
+
+
+@pytest.mark.parametrize("layers", [
+    {"layer_types": ["sliding_attention", "full_attention"] * 12}, {"sliding_window_pattern": 2}])  # fmt: skip
+def test_attention_with_a_window_reaches_as_far_as_the_window(config, layers):
+    """Named layers, or all but every n-th; against the pairs of a query and a key, counted one by one."""
+    size = architecture_of(config({**GPT_OSS, **layers, "sliding_window": 128}))
+    for length in (100, 2048):
+        seen = [sum(min(at + 1, reach) for at in range(length)) for reach in (128, length)]
+        pairs = 12 * 64 * 64 * sum(seen)
+        assert size.attention_of(length) * length**2 / 2 == pytest.approx(pairs, rel=0.02)
+    whole = architecture_of(config(GPT_OSS))
+    assert whole.attention_of(2048) == whole.attention == size.attention, "no layer is said to have one"
+
+
+def test_compressed_keys_count_no_window_in_the_first_place(config):
+    """DeepSeek-V4's: what a window sees is not in `attention`, so it is not taken off once more."""
+    size = sizes_of(config({
+        "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+        "vocab_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "hc_mult": 2, "index_n_heads": 2, "index_head_dim": 8,
+        "sliding_window": 8, "layer_types": ["sliding_attention", "compressed_sparse_attention"] * 2}))
+    assert size.attention_of(4096) == size.attention == 4 * 16 * 2 // 4
 
 
 def test_layers_of_one_sublayer_are_attention_or_an_mlp(config):

@@ -12,7 +12,7 @@ MATRICES = 2 * (8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 16) + 8 * 32
 """Attention, MLPs, output layer."""
 
 
-def config(**perf):
+def of_megatron(**perf):
     return RunConfig(perf=Perf(**perf), surfaces={"megatron": {**DENSE, "vocab_size": 32}})
 
 
@@ -25,7 +25,7 @@ def test_peaks_by_the_device_s_name(name, peak):
 
 
 def test_two_steps_and_a_pass_over_two_ranks():
-    rates = Throughput(config(mfu_peak_tflops=1e-6), ranks=2)
+    rates = Throughput(of_megatron(mfu_peak_tflops=1e-6), ranks=2)
     rates.add({"perf/log_probs_time": 0.5, "rollout/log_probs": -1.0}, [10, 30])
     rates.add({"perf/actor_train_time": 2.0}, [10])
     rates.add({"perf/actor_train_time": 3.0}, [30])
@@ -39,6 +39,16 @@ def test_two_steps_and_a_pass_over_two_ranks():
     assert found["perf/log_probs_tflops"] == pytest.approx(whole / 3 / 0.5 / 2 / 1e12)
     assert found["perf/actor_train_mfu"] == pytest.approx(found["perf/actor_train_tflops"] / 1e-6)
     assert rates.rates() == {}, "the next rollout begins with nothing"
+
+
+def test_a_window_makes_no_operations_beyond_itself(config):
+    """Of two layers one sees 4 tokens: of 40 the share of 1 - 0.9^2 of what the other sees."""
+    keys = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 4, "intermediate_size": 16, "vocab_size": 32, "sliding_window": 4}
+    rates = Throughput(config({**keys, "layer_types": ["sliding_attention", "full_attention"]}), ranks=1)
+    rates.add({"perf/actor_train_time": 1.0}, [40])
+    operations = 6 * MATRICES * 40 + 6 * 40**2 * (8 + round(8 * (1 - 0.9**2)))
+    assert rates.rates()["perf/actor_train_tflops"] == pytest.approx(operations / 1e12)
 
 
 def test_a_model_of_unknown_size_has_tokens_and_no_operations():

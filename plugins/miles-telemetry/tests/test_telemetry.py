@@ -26,7 +26,9 @@ def test_prometheus_fetches_the_latest_figures():
         endpoint.show(3, {"eval/held": 0.75})
         endpoint.show(3, {"train/loss": 0.5, "rollout/dynamic_filter/drop_dull": 12.0})
         endpoint.show(4, {"eval/other": 0.5})
-        assert fetch(endpoint.port)['miles_rollout_dynamic_filter_drop_dull{run="demo"}'] == 12
+        found = fetch(endpoint.port)
+        assert found['miles_rollout_dynamic_filter_drop_dull{run="demo"}'] == 12
+        assert found['miles_rollout_id{run="demo"}'] == 3, "an evaluation's step is not that of the figures beside it"
         endpoint.show(4, {"train/loss": 0.25})
         assert fetch(endpoint.port) == {'miles_train_loss{run="demo"}': 0.25, 'miles_rollout_id{run="demo"}': 4,
                                         'miles_eval_held{run="demo"}': 0.75, 'miles_eval_other{run="demo"}': 0.5}

@@ -39,3 +39,11 @@ def test_one_answer_is_no_group_of_one_score():
     one, twin = make_sample(0, 0, 1.0), make_sample(0, 1, 1.0)
     assert "rollout/zero_std/percentage" not in rollout_metrics(batch_of(one))
     assert rollout_metrics(Batch(0, [Group(one.prompt, [one, twin])], 3))["rollout/zero_std/percentage"] == 1
+
+
+def test_answers_that_all_failed_have_a_reward_and_demonstrations_none():
+    """Also where the generator gives the rewards itself: no scorer has left any."""
+    failed = [make_sample(uid, 0, 0.0) for uid in range(2)]
+    assert rollout_metrics(batch_of(*failed))["rollout/raw_reward"] == 0
+    given = make_sample(0, 0, 0.0, rollout_log_probs=(0, 0))
+    assert "rollout/raw_reward" not in rollout_metrics(batch_of(given))

@@ -49,6 +49,7 @@ class Architecture:
         linear_groups, linear_heads, linear_key, linear_value: of layers of linear attention: heads of keys and of
             values, and the channels of one.
         linear, sparse: how many of the layers are such, and how many are mixtures of experts.
+        near, window: how many of the layers have attention that sees the last tokens alone, and how many tokens.
         alone: how many of the layers are an MLP or a mixture without attention; if any, the others are attention alone.
         matrices: of an MLP: 3, or 2 without a gate.
         checkpoint: whether they are of a config.json, so that what it lacks is not there.
@@ -79,6 +80,8 @@ class Architecture:
     linear_value: int | None = None
     linear: int = 0
     sparse: int = 0
+    near: int = 0
+    window: int | None = None
     alone: int = 0
     matrices: int = 3
     checkpoint: bool = False
@@ -96,6 +99,12 @@ class Architecture:
     def attention(self) -> int:
         """Layers x heads x size of a head, of attention that is not linear; nothing may be `uncounted`."""
         return self.full * self.heads * (self.head_dim + self.value_dim) // 2
+
+    def attention_of(self, length: int) -> int:
+        """`attention` for a sequence of so many tokens, in which a window holds a share of 1 - (1 - window / length)^2
+        of all pairs of a token and one before it."""
+        beyond = max(0.0, 1 - (self.window or length) / length) ** 2
+        return self.attention - round(beyond * self.near * self.heads * (self.head_dim + self.value_dim) / 2)
 
     @property
     def full(self) -> int:
@@ -139,8 +148,12 @@ def architecture_of(config: RunConfig) -> Architecture:
     sparse = sparse_layers(known, sizes.get("layers", 0)) if "experts" in sizes else 0
     if kinds and not sparse:  # files of a class that can have experts state their sizes without any
         sizes.pop("experts", None)
+    layers, window = sizes.get("layers", 0), known.get("sliding_window")
+    linear = _of_kind(known, layers, "linear_attention",
+                      "full_attention_interval" if "linear_num_key_heads" in known else "")
+    near = _of_kind(known, layers, "sliding_attention", "sliding_window_pattern") if isinstance(window, int) else 0
     alone, matrices = kinds.count("mlp") + kinds.count("moe"), 2 if known.get("mlp_hidden_act") == "relu2" else 3
-    return Architecture(**sizes, linear=_linear(known, sizes.get("layers", 0)), sparse=sparse, alone=alone,
+    return Architecture(**sizes, linear=linear, sparse=sparse, near=near, window=window if near else None, alone=alone,
                         matrices=matrices, checkpoint=constants is not None, source=source)
 
 
@@ -153,11 +166,11 @@ def _kinds(constants: Mapping[str, object]) -> list[str]:
 _WORDS = {"M": "linear_attention", "mamba": "linear_attention", "E": "moe", "-": "mlp"}  # and letters
 
 
-def _linear(constants: Mapping[str, object], layers: int) -> int:
-    """Layers with linear attention: those that are called so, or all but every n-th."""
+def _of_kind(constants: Mapping[str, object], layers: int, kind: str, interval: str) -> int:
+    """Layers that are called so; where none has a name, all but every n-th, which the other key says."""
     if kinds := _kinds(constants):
-        return kinds[:layers].count("linear_attention")
-    every = constants.get("full_attention_interval") if "linear_num_key_heads" in constants else None
+        return kinds[:layers].count(kind)
+    every = constants.get(interval)
     return layers - layers // every if isinstance(every, int) and every > 0 else 0
 
 

@@ -143,7 +143,7 @@ def _compressed(hf_config: Mapping[str, Any], size: Architecture) -> Compressed:
     rates_of_layers = tuple(every[:size.layers])
     own = size.layers * each + streams * (streams * hidden + 1) + 1
     own += sum(kinds.get(rate) or compressor(size.head_dim, rate, 1) for rate in rates_of_layers if rate)
-    return Compressed(**vars(size), own=own, streams=streams, rates=rates_of_layers)
+    return Compressed(**vars(size) | {"near": 0}, own=own, streams=streams, rates=rates_of_layers)
 
 
 def _counted(hf_config: Mapping[str, object], size: Architecture) -> Counter[tuple[int, int, int]]:

@@ -249,7 +249,7 @@ class MegatronTrainer:
         if (size := self.architecture) is None:
             return None
         met = estimate.active_parameters(size)
-        return [estimate.flops(n, parameters=met, attention=size.attention) for n in lengths]
+        return [estimate.flops(n, parameters=met, attention=size.attention_of(n)) for n in lengths]
 
     def train(self, model: ModelOnRank, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""

@@ -59,7 +59,7 @@ class Throughput:
             rates[f"perf/{name}_tokens_per_gpu_per_sec"] = sum(lengths) / scale
             if self._size is not None:
                 met = estimate.active_parameters(self._size)
-                whole = sum(estimate.flops(n, parameters=met, attention=self._size.attention) for n in lengths)
+                whole = sum(estimate.flops(n, parameters=met, attention=self._size.attention_of(n)) for n in lengths)
                 rates[f"perf/{name}_tflops"] = PASSES[name] * whole / scale / 1e12
         if "actor_train" in self._seconds:
             rates["perf/actor_train_tok_per_s"] = sum(self._lengths["actor_train"]) / self._seconds["actor_train"]

@@ -31,9 +31,11 @@ class Endpoint:
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Replace the figures of these names. What a rollout has no longer, such as a reason for drops, goes; an
-        evaluation leaves everything else as it is."""
-        shown = {gauge_name(name): (name, value) for name, value in {**values, "rollout_id": step}.items()}
-        if not all(name.startswith("eval/") for name in values):
+        evaluation leaves everything else as it is: "rollout_id" is of the rollout that the other figures are of."""
+        evaluation = all(name.startswith("eval/") for name in values)
+        latest = values if evaluation else {**values, "rollout_id": step}
+        shown = {gauge_name(name): (name, value) for name, value in latest.items()}
+        if not evaluation:
             for gauge in [one for one in self._gauges if one not in shown and not one.startswith("miles_eval_")]:
                 self._registry.unregister(self._gauges.pop(gauge))
         for gauge, (name, value) in shown.items():
