@@ -133,9 +133,9 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     Raises:
         ManifestError: the package or its manifest is missing or malformed.
     """
-    if (folder := folder_of(module)) is None:
-        raise ManifestError(f"the package {module.partition('.')[0]!r} of plugin {name!r} is missing",
-                            code="plugin-package-missing",
+    package = module.partition(".")[0]
+    if (folder := folder_of(package)) is None:
+        raise ManifestError(f"the package {package!r} of plugin {name!r} is missing", code="plugin-package-missing",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
     path = folder / FILE
     where = module.partition(":")[0]
