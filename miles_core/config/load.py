@@ -16,7 +16,7 @@ from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.surfaces import Surface, advice, surfaces_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
+from miles_core.errors import ConfigError, OwnerError, UnknownKeyError, did_you_mean
 from miles_core.plugins import presets, resolve, select
 from miles_core.plugins.scan import KNOWN, installed
 from miles_core.plugins.select import Selected
@@ -260,10 +260,10 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
         near = difflib.get_close_matches(table, tables, 1)
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
         raise UnknownKeyError(f"unknown table [{table}]", code="table-unknown", who=str(one.origin), fix=fix)
-    mine = difflib.get_close_matches(name, tables[table], 1, 0.6)
     home = [t for t, options in tables.items() if name in options]
-    fix = f"it belongs in [{home[0]}]" if home else advice(surfaces, name.replace("_", "-")) or (
-        f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
+    fix = f"it belongs in [{home[0]}]" if home else (
+        advice(surfaces, name.replace("_", "-")) or did_you_mean(name, tables[table])
+        or f"see `miles run --help` for the keys of [{table}]")
     raise UnknownKeyError(f"[{table}] has no key {name!r}", code="key-unknown", who=str(one.origin), fix=fix)
 
 

@@ -6,7 +6,6 @@ nobody awaits, a method that never returns) is refused here, with plugin, versio
 
 from __future__ import annotations
 
-import difflib
 import dis
 import functools
 import inspect
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles_core import hookspecs
-from miles_core.errors import HookError, MilesError
+from miles_core.errors import HookError, MilesError, did_you_mean
 from miles_core.plugins.load import marked
 from miles_core.plugins.manifest import Offer
 from miles_core.plugins.select import Selected, all_specs
@@ -64,9 +63,8 @@ def check_hook(name: str) -> None:
         HookError: there is no hook of this name.
     """
     if name not in (table := all_specs()):
-        near = difflib.get_close_matches(name, table, 1)
-        raise HookError(f"unknown hook {name!r}", code="hook-unknown", fix=f"did you mean {near[0]!r}?" if near else
-                        "`miles hooks` lists them")
+        raise HookError(f"unknown hook {name!r}", code="hook-unknown",
+                        fix=did_you_mean(name, table) or "`miles hooks` lists them")
 
 
 def hook_of(one: Selected, offer: Offer) -> Callable:
@@ -77,10 +75,9 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     """
     table = hookspecs.specs()
     if offer.hook not in table:
-        near = difflib.get_close_matches(offer.hook, table, 1)
         raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is not a hook",
                         code="hook-not-declared", who=who(one, offer.hook, located(one, offer)),
-                        fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
+                        fix=did_you_mean(offer.hook, table) or "see docs/hooks.md")
     return table[offer.hook]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_core import hookspecs
 from miles_core.config.surfaces import advice, surfaces_of
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ManifestError, OwnerError
+from miles_core.errors import ManifestError, OwnerError, did_you_mean
 from miles_core.plugins import fit
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
 from miles_core.plugins.select import Selected, offered_by
@@ -153,9 +152,9 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
                          config.origin and config.origin[key].kind != "derived" else "take another checkpoint") +
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
     offered = sorted(n for h, n in owners if h == hook)
-    near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.7)
-    fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
-        f"did you mean {near[0]!r}?" if near else "add its --plugin, or name a function (--custom-...-path)")
+    fix = (advice(surfaces_of(selected), f"{hook}:{name}")
+           or did_you_mean(name.lower(), [*offered, *_official(hook)], 0.7)
+           or "add its --plugin, or name a function (--custom-...-path)")
     raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
                      got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)
 
