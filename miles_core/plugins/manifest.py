@@ -133,12 +133,12 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     Raises:
         ManifestError: the package or its manifest is missing or malformed.
     """
-    package = module.partition(".")[0]
+    where = module.partition(":")[0]
+    package = where.partition(".")[0]
     if (folder := folder_of(package)) is None:
         raise ManifestError(f"the package {package!r} of plugin {name!r} is missing", code="plugin-package-missing",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
     path = folder / FILE
-    where = module.partition(":")[0]
     source = folder.joinpath(*where.split(".")[1:]).with_suffix(".py")
     if editable and source.is_file() and path.is_file() and source.stat().st_mtime_ns > path.stat().st_mtime_ns:
         return of_source(source, name=name, module=where)
