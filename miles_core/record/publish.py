@@ -76,10 +76,8 @@ def write_text(target: Path, text: str) -> None:
     """Write a small file so that a reader sees the old text or the new one, never a part."""
     temporary = target.parent / f"{TEMPORARY}{target.name}"
     try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(text)
+        sync(temporary)
         os.rename(temporary, target)
         sync(target.parent)
     except OSError as error:
