@@ -11,7 +11,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ManifestError, OwnerError, did_you_mean
 from miles_core.plugins import fit
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
-from miles_core.plugins.select import Selected, offered_by
+from miles_core.plugins.select import Selected, readable
 from miles_core.reading import format_of
 
 OF_CHECKPOINT = "config.json of the checkpoint"
@@ -141,7 +141,7 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
-    if plugins := offered_by(hook, name):
+    if plugins := [one.name for one in readable() for offer in one.offers if (offer.hook, offer.name) == (hook, name)]:
         raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", got=f"not enabled: {', '.join(plugins)}",
                          code="part-not-enabled", who=f"{key} ({origin})", fix=f"add --plugin {plugins[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)

@@ -165,11 +165,6 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     return Selected(manifest_of(one), one.distribution, one.version, origin)
 
 
-def offered_by(hook: str, name: str) -> list[str]:
-    """Installed plugins that offer a named part, whether a run has enabled them or not."""
-    return [one.name for one in readable() if any((offer.hook, offer.name) == (hook, name) for offer in one.offers)]
-
-
 def manifest_of(one: Installed) -> Manifest:
     """What an installed plugin states; nothing of it is imported.
 
