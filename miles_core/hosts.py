@@ -348,7 +348,7 @@ def _with_environment(more: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in more:
+        for name in more.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
 
