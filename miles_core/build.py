@@ -198,17 +198,16 @@ def _host(selected: Sequence[Selected], parts: Parts, placement: Placement) -> H
 
 def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
     """Sampling parameters of training, or of an eval dataset: its own, else [eval]'s, else [rollout]'s."""
-    rollout, eval_ = config.rollout, config.eval
-    values = {"temperature": rollout.rollout_temperature, "top_p": rollout.rollout_top_p,
-              "top_k": rollout.rollout_top_k, "max_new_tokens": rollout.rollout_max_response_len,
-              "min_new_tokens": rollout.rollout_min_new_tokens}
-    if dataset is not None:
-        for key, name in (("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"),
-                          ("max_new_tokens", "max_response_len"), ("min_new_tokens", "min_new_tokens")):
-            value = dataset.get(name, getattr(eval_, f"eval_{name}", None))
-            values[key] = values[key] if value is None else value
+    rollout = config.rollout
+
+    def value(name: str) -> Any:
+        own = None if dataset is None else dataset.get(name, getattr(config.eval, f"eval_{name}"))
+        return getattr(rollout, f"rollout_{name}") if own is None else own
+
     return SamplingParams(
-        **values, stop=tuple(rollout.rollout_stop), stop_token_ids=tuple(rollout.rollout_stop_token_ids),
+        temperature=value("temperature"), top_p=value("top_p"), top_k=value("top_k"),
+        max_new_tokens=value("max_response_len"), min_new_tokens=value("min_new_tokens"),
+        stop=tuple(rollout.rollout_stop), stop_token_ids=tuple(rollout.rollout_stop_token_ids),
         skip_special_tokens=rollout.rollout_skip_special_tokens, ignore_eos=rollout.rollout_ignore_eos)
 
 

@@ -98,13 +98,13 @@ class Packed:
     values: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-class Columns(Mapping[str, Column]):
+class Columns(dict[str, Column]):
     """The columns of a run. Two owners of one name are an error that names both."""
 
     def __init__(self, declared: Iterable[Column] = ()):
-        self._by_name: dict[str, Column] = {}
+        super().__init__()
         for column in (*CORE, *declared):
-            first = self._by_name.get(column.name)
+            first = self.get(column.name)
             if first is not None:
                 raise ColumnError(f"column {column.name!r} is declared twice: by {first.owner} and {column.owner}",
                                   code="column-declared-twice",
@@ -113,16 +113,7 @@ class Columns(Mapping[str, Column]):
                 raise ColumnError(f"column {column.name!r} has an unknown policy", code="column-policy-unknown",
                                   got=f"missing={column.missing!r}, spans={column.spans!r}", who=column.owner,
                                   fix='missing is "error" or "pad"; spans is "concat" or "last"')
-            self._by_name[column.name] = column
-
-    def __getitem__(self, name: str) -> Column:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
+            self[column.name] = column
 
     def check(self, sample: Sample, *, values: bool = True) -> None:
         """Refuse a sample whose data do not fit the declarations, and cast the rest; `values` looks for NaN, too.
@@ -131,12 +122,12 @@ class Columns(Mapping[str, Column]):
             ColumnError: undeclared, missing, of the wrong length, of the wrong rank, or not finite.
         """
         for name, array in sample.columns.items():
-            column = self._by_name.get(name)
+            column = self.get(name)
             if column is None:
                 raise ColumnError(f"{sample.name} has the undeclared column {name!r}", code="column-undeclared",
                                   fix="declare it in the plugin's `columns` hook")
             sample.columns[name] = _fit(column, np.asarray(array), sample, values)
-        for column in self._by_name.values():
+        for column in self.values():
             if column.missing == "error" and column.name not in sample.columns:
                 raise ColumnError(f"{sample.name} lacks the column {column.name!r}", code="column-missing",
                                   who=column.owner, fix='fill it in the generator, or declare missing="pad"')
@@ -152,7 +143,7 @@ class Columns(Mapping[str, Column]):
         cu = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)]).astype(np.int32)
         total = -(-int(cu[-1]) // total_multiple) * total_multiple
         packed = Packed(cu, lengths)
-        for column in self._by_name.values():
+        for column in self.values():
             axes = _axes(column, samples)
             if axes is None:
                 continue

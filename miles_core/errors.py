@@ -33,7 +33,15 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """A fix for a word that nobody knows: the known one that it resembles most; None where none is close."""
+    near = difflib.get_close_matches(word, known, 1, cutoff)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 class MilesError(Exception):

@@ -67,8 +67,9 @@ class Evaluation:
             groups = await asyncio.gather(*(self._group(dataset, uid) for uid in range(len(dataset.prompts))))
             finished = [group for group in groups if not unfinished(group)]
             if not finished:
+                drops = [sample.metadata.get("drop", {}) for group in groups for sample in unfinished(group)]
                 raise RolloutError(f"no group of the eval dataset {dataset.name} finished", code="eval-without-groups",
-                                   got=next(filter(None, (told(group) for group in groups)), None),
+                                   got=next((drop["detail"] for drop in drops if drop.get("detail")), None),
                                    fix="look at its samples and at the generator's log")
             metrics = metrics_of(dataset.name, finished)
             metrics[f"eval/{dataset.name}-failed_ratio"] = 1 - len(finished) / len(groups)
@@ -79,11 +80,6 @@ class Evaluation:
         """Scored, unless it was not finished: a failure is no answer that scores 0."""
         group = await dataset.generate(dataset.prompts[uid])
         return group if unfinished(group) else await dataset.scoring(group)
-
-
-def told(group: Group) -> str | None:
-    """What a generator said of a sample that it could not finish."""
-    return next((sample.metadata.get("drop", {}).get("detail") for sample in unfinished(group)), None)
 
 
 def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:

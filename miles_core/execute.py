@@ -268,14 +268,12 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
             raise CheckpointError("checkpoints cannot be written to this folder", code="checkpoint-folder-unwritable",
                                   got=error.strerror, who=who,
                                   fix="choose a writable folder with free space") from error
-    lock = None if checkpoint.save is None else Lock(Path(checkpoint.save, LOCK), "--save")
-    if lock is not None and not os.path.samefile(checkpoint.save, directory):  # else it is held already
-        lock.take()
-    try:
+    with contextlib.ExitStack() as stack:
+        if checkpoint.save is not None and not os.path.samefile(checkpoint.save, directory):  # else it is held already
+            lock = Lock(Path(checkpoint.save, LOCK), "--save")
+            lock.take()
+            stack.callback(lock.release)
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 async def _stop(run: Run | None, components: Parts, journal: Journal, status: str) -> list[Exception]:

@@ -109,7 +109,10 @@ class HandOver:
                 await _whole(self._change("trainer", "offload", absent))
 
     async def _move(self, purpose: str) -> None:
-        self.purpose, row = None, self._row(purpose)
+        trainer, engine = TABLE[purpose]
+        row = {"trainer": set(trainer if self._moves["trainer"] else TRAINER),
+               "engine": set(engine if self._moves["engine"] else ENGINE)}
+        self.purpose = None
         try:
             for side, method in (("trainer", "offload"), ("engine", "release")):
                 await self._change(side, method, self._held[side] - row[side])
@@ -120,11 +123,6 @@ class HandOver:
                                                                                code="offload-interrupted")
             raise
         self.purpose = purpose
-
-    def _row(self, purpose: str) -> dict[str, set[str]]:
-        trainer, engine = TABLE[purpose]
-        return {"trainer": set(trainer if self._moves["trainer"] else TRAINER),
-                "engine": set(engine if self._moves["engine"] else ENGINE)}
 
     async def _change(self, side: str, method: str, parts: set[str]) -> None:
         if not parts:

@@ -343,16 +343,14 @@ def _without_interrupts() -> Iterator[None]:
 @contextlib.contextmanager
 def _with_environment(more: Mapping[str, str]) -> Iterator[None]:
     """A process started inside has these variables from its first instruction on: some libraries read them early."""
-    before = {name: os.environ.get(name) for name in more}
+    before = {name: os.environ[name] for name in more if name in os.environ}
     os.environ.update(more)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in more.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _serve_process(pipe: Any, parent: int, log: Path | None, factory: Callable[..., Any],

@@ -280,14 +280,21 @@ class Run:
         await self.evaluated()
         self.journal.stage("sync")
         version, begin = rollout_id + 1, self.clock()
-        async with within(self.config.perf.weight_sync_timeout, self._late(version)):
-            figures = await self.weight_sync.sync(self.trainer, self.engine, version)
+        figures = await self._transfer(version)
         self.version, self.weights_current = version, True
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
         self.resumable = self._state() if self._saves(rollout_id) else {}
         self.journal.stage("rollout")
+
+    async def _transfer(self, version: int) -> dict[str, float]:
+        perf = self.config.perf
+        async with within(perf.weight_sync_timeout, lambda: WaitError(
+                f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
+                code="weight-sync-timeout", who=f"weight_sync {perf.weight_sync!r}",
+                fix="look at the engine's log, or raise --weight-sync-timeout")):
+            return await self.weight_sync.sync(self.trainer, self.engine, version)
 
     async def recover(self) -> None:
         """Bring a restarted engine up to date, where the trainer still holds its version; else the next sync does."""
@@ -296,8 +303,7 @@ class Run:
         async with self.placement.lease("recover"):
             if not self.weights_current:  # it waited for a step to end
                 return
-            async with within(self.config.perf.weight_sync_timeout, self._late(self.version)):
-                figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)
+            figures = await self._transfer(self.version)
         self.journal.event("engine_recovered", version=self.version, **figures,
                            text=f"a restarted engine has weight version {self.version}")
 
@@ -367,13 +373,6 @@ class Run:
                 await self.trainer.saved()
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin,
                            staged=checkpoint.async_save and done < self.last)
-
-    def _late(self, version: int) -> Callable[[], WaitError]:
-        perf = self.config.perf
-        return lambda: WaitError(
-            f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
-            code="weight-sync-timeout", who=f"weight_sync {perf.weight_sync!r}",
-            fix="look at the engine's log, or raise --weight-sync-timeout")
 
     def _state(self) -> dict:
         """What a checkpoint has to hold beside the trainer's part.

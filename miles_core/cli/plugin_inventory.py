@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
 import json
 import shlex
@@ -17,7 +16,7 @@ import click
 
 from miles_core.cli.completion import plugins as complete
 from miles_core.errors import MilesError, PluginError, UnknownPluginError
-from miles_core.plugins.manifest import STATED, WORDS, Manifest
+from miles_core.plugins.manifest import STATED, WORDS, Manifest, folder_of
 from miles_core.plugins.scan import BUILT_IN, KNOWN, installed
 from miles_core.plugins.select import Selected, built_in, manifest_of, select, short
 
@@ -147,9 +146,7 @@ def _about(word: str, one: Selected) -> Iterator[tuple[str, str]]:
     authors = [about[key] for key in ("Author", "Author-email", "Maintainer-email") if about[key]]
     yield "author", authors[0] if authors else "not stated"
     yield from (("home", url.partition(", ")[2]) for url in (about.get_all("Project-URL") or ())[:1])
-    package = one.manifest.plugin.partition(":")[0].partition(".")[0]
-    spec = importlib.machinery.PathFinder.find_spec(package)  # imports nothing of it
-    yield "lives in", next(iter(spec.submodule_search_locations)) if spec and spec.submodule_search_locations else "?"
+    yield "lives in", str(folder_of(one.manifest.plugin) or "?")
 
 
 def _offers(manifest: Manifest) -> None:

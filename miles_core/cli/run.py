@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from miles_core.cli.completion import run_flags, run_words
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
@@ -43,8 +45,6 @@ class RunCommand(click.Command):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Every flag, beside the options that click knows."""
-        from miles_core.cli.completion import run_flags
-
         more = run_flags(incomplete) if incomplete.startswith("-") else []
         return [*super().shell_complete(ctx, incomplete), *more]
 
@@ -80,12 +80,6 @@ def _placeholder(option: Option) -> str:
     return f" {kind[5:-1].partition('[')[0].upper()}..." if option.is_list else f" {kind.partition('[')[0].upper()}"
 
 
-def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from miles_core.cli.completion import run_words
-
-    return run_words(ctx, param, incomplete)
-
-
 SCRIPTS = {"train.py": ("--script-defaults",), "train_async.py": ("--script-defaults", "--train-async")}
 """Where an old launch script names one of these, `miles run` may stand before it; the second samples ahead."""
 
@@ -106,7 +100,7 @@ def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
 @click.option("--locked", type=click.Path(exists=True, path_type=Path), metavar="FILE",
               help="Refuse to run anything but what this lock, or this run directory, says.")
 @click.option("--live/--no-live", default=None, help="The live view; default: on a terminal.")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, shell_complete=_words,
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, shell_complete=run_words,
                 metavar="[RUN_FILE] [--plugin|--no-plugin|--preset NAME]... [FLAGS]...")
 def command(plan_only: bool, as_json: bool, locked: Path | None, live: bool | None, words: tuple[str, ...]) -> None:
     """Train as a run file and flags say; flags win. ./miles.toml is read when no run file is named.

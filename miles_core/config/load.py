@@ -16,7 +16,7 @@ from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.surfaces import Surface, advice, surfaces_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
+from miles_core.errors import ConfigError, OwnerError, UnknownKeyError, did_you_mean
 from miles_core.plugins import presets, resolve, select
 from miles_core.plugins.scan import KNOWN, installed
 from miles_core.plugins.select import Selected
@@ -142,29 +142,25 @@ def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected
         cli_flags = [one for one in cli_flags if one.flag in spellings]
         from_file = [one for one in from_file if one.key.partition(".")[0] in TABLES]
     made, notes = flags.assign(cli_flags, spellings, absent, surfaces)
-    values: dict[str, object] = {}
-    origin: dict[str, Origin] = {}
     assigned: dict[str, list[tuple[object, Origin]]] = {}
     for one in (*from_file, *made):
         key, value = _typed(one, tables, absent, surfaces)
-        values[key], origin[key] = value, one.origin
-        assigned.setdefault(key, []).append((value, one.origin))
-        if value == [] and one.origin.kind == "flag" and len(assigned[key]) == 1:
+        if value == [] and one.origin.kind == "flag" and key not in assigned:
             raise ConfigError(f"{one.origin} needs at least one value", code="option-needs-values", got="none",
                               fix="list the values, or remove the flag")
-    for one in _implied(selected, tables, lenient, values):
+        assigned.setdefault(key, []).append((value, one.origin))
+    for one in _implied(selected, tables, lenient, assigned):
         key, value = _typed(one, tables, absent, surfaces)
-        if key not in values:
-            values[key], origin[key] = value, one.origin
-        elif values[key] != value:
-            notes.append(_outvoted(key, value, one.origin, values[key], origin[key]))
+        if key in assigned and assigned[key][-1][0] != value:
+            notes.append(_outvoted(key, value, one.origin, *assigned[key][-1]))
         assigned.setdefault(key, []).insert(0, (value, one.origin))
+    values = {key: history[-1][0] for key, history in assigned.items()}
     config = RunConfig(
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
         plugins=tuple(text for text, _ in named),
         options={name: _of(values, name) for name in plugins},
         surfaces={table: _of(values, table) for surface in surfaces for table in surface.stored},
-        origin=origin, name=path.stem if path else "run",
+        origin={key: history[-1][1] for key, history in assigned.items()}, name=path.stem if path else "run",
         stated={f"{hook}:{name}": tuple(words) for one in selected for hook, name, *words in
                 (word.split(":") for word in one.manifest.provides
                  if word.startswith(("engine:", "generate:", "model_spec:", "trainer:", "weight_sync:")))})
@@ -264,10 +260,10 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
         near = difflib.get_close_matches(table, tables, 1)
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
         raise UnknownKeyError(f"unknown table [{table}]", code="table-unknown", who=str(one.origin), fix=fix)
-    mine = difflib.get_close_matches(name, tables[table], 1, 0.6)
     home = [t for t, options in tables.items() if name in options]
-    fix = f"it belongs in [{home[0]}]" if home else advice(surfaces, name.replace("_", "-")) or (
-        f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
+    fix = f"it belongs in [{home[0]}]" if home else (
+        advice(surfaces, name.replace("_", "-")) or did_you_mean(name, tables[table])
+        or f"see `miles run --help` for the keys of [{table}]")
     raise UnknownKeyError(f"[{table}] has no key {name!r}", code="key-unknown", who=str(one.origin), fix=fix)
 
 

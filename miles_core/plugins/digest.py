@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from miles_core.errors import ConfigError
+from miles_core.plugins.manifest import folder_of
 from miles_core.plugins.select import PACKAGE, Selected
 
 SHOWN = 12
@@ -22,9 +22,8 @@ def of(one: Selected) -> str:
         return _of_files(Path(where).parent, [Path(where)])
     if one.source == "built-in":
         return ""
-    spec = importlib.machinery.PathFinder.find_spec(where.partition(".")[0])
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    return _of_files(folders[0], folders[0].rglob("*")) if folders else "missing"
+    folder = folder_of(where)
+    return "missing" if folder is None else _of_files(folder, folder.rglob("*"))
 
 
 def core() -> str:

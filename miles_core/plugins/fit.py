@@ -6,7 +6,6 @@ nobody awaits, a method that never returns) is refused here, with plugin, versio
 
 from __future__ import annotations
 
-import difflib
 import dis
 import functools
 import inspect
@@ -14,11 +13,11 @@ import linecache
 import re
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from miles_core import hookspecs
-from miles_core.errors import HookError, MilesError
+from miles_core.errors import HookError, MilesError, did_you_mean
 from miles_core.plugins.load import marked
 from miles_core.plugins.manifest import Offer
 from miles_core.plugins.select import Selected, all_specs
@@ -64,9 +63,8 @@ def check_hook(name: str) -> None:
         HookError: there is no hook of this name.
     """
     if name not in (table := all_specs()):
-        near = difflib.get_close_matches(name, table, 1)
-        raise HookError(f"unknown hook {name!r}", code="hook-unknown", fix=f"did you mean {near[0]!r}?" if near else
-                        "`miles hooks` lists them")
+        raise HookError(f"unknown hook {name!r}", code="hook-unknown",
+                        fix=did_you_mean(name, table) or "`miles hooks` lists them")
 
 
 def hook_of(one: Selected, offer: Offer) -> Callable:
@@ -77,10 +75,9 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     """
     table = hookspecs.specs()
     if offer.hook not in table:
-        near = difflib.get_close_matches(offer.hook, table, 1)
         raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is not a hook",
                         code="hook-not-declared", who=who(one, offer.hook, located(one, offer)),
-                        fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
+                        fix=did_you_mean(offer.hook, table) or "see docs/hooks.md")
     return table[offer.hook]
 
 
@@ -111,64 +108,50 @@ def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> 
         HookError: it does not suit the hook.
     """
     function = inspect.getattr_static(kind, method)
-    for what, fix in problems(function, marked(kind)[method][2], hook, spec):
-        raise HookError(what, code="hook-signature-unfit",
-                        who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
+    if problem := _problem(function, marked(kind)[method][2], hook, spec):
+        raise HookError(problem[0], code="hook-signature-unfit",
+                        who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=problem[1])
     return function
 
 
-Problems = Iterator[tuple[str, str]]
-"""(what is wrong, what to do)."""
-
-
 @functools.cache  # each role asks
-def problems(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> tuple[tuple[str, str], ...]:
-    """What does not suit the hook; `refused` are the marker's arguments that are not used here."""
-    looks = (_marker, _arguments, _async_or_not, _result)
-    return tuple(problem for look in looks for problem in look(function, refused, hook, spec))
-
-
-def _marker(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+def _problem(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> tuple[str, str] | None:
+    """(what does not suit the hook, what to do); `refused` are the marker's arguments that are not used here."""
     if refused:
-        yield f"@hookimpl({refused[0]}=...) is not used here", "order is the order of the run file"
+        return f"@hookimpl({refused[0]}=...) is not used here", "order is the order of the run file"
     if isinstance(function, staticmethod | classmethod):
-        yield "it is no method of an instance", "def NAME(self, ...): every role has an instance of its own"
-
-
-def _arguments(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+        return "it is no method of an instance", "def NAME(self, ...): every role has an instance of its own"
     mine, allowed = parameters(function), list(inspect.signature(spec).parameters)
     if unknown := [p.name for p in mine if p.name not in allowed]:
-        yield f"it takes {unknown[0]!r}, which {hook} does not have", f"{hook} has: {', '.join(allowed) or 'none'}"
+        return f"it takes {unknown[0]!r}, which {hook} does not have", f"{hook} has: {', '.join(allowed) or 'none'}"
     if [p for p in mine if p.default is not p.empty or p.kind is not p.POSITIONAL_OR_KEYWORD]:
-        yield "its arguments have defaults or are keyword-only", "take plain arguments; leave out what you do not need"
+        return "its arguments have defaults or are keyword-only", "take plain arguments; leave out what you do not need"
     if hook == "reward" and not {"sample", "samples"} & {p.name for p in mine}:
-        yield "a scorer takes `sample`, or `samples` for a whole group", "def reward(self, sample): ..."
-
-
-def _async_or_not(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
-    """Plain or async; generators."""
-    awaited = inspect.iscoroutinefunction(function)
-    if inspect.iscoroutinefunction(spec) and not awaited:
-        yield f"{hook} is async and this is not", "write async def"
-    if hook != "reward" and awaited and not inspect.iscoroutinefunction(spec):
-        yield f"{hook} is not async and this is", "write def"
+        return "a scorer takes `sample`, or `samples` for a whole group", "def reward(self, sample): ..."
+    is_async, wants_async = inspect.iscoroutinefunction(function), inspect.iscoroutinefunction(spec)
+    if wants_async and not is_async:
+        return f"{hook} is async and this is not", "write async def"
+    if is_async and not wants_async and hook != "reward":
+        return f"{hook} is not async and this is", "write def"
     streams = spec.__annotations__["return"].startswith(STREAMS)
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function) and not streams:
-        yield ("it has a yield, so that calling it runs none of it",
-               "return the result; a hook of the kind around calls `proceed`")
+        return ("it has a yield, so that calling it runs none of it",
+                "return the result; a hook of the kind around calls `proceed`")
+    if spec.__annotations__["return"] != "None" and _returns_nothing(function):
+        return "it returns None whatever it is given", f"return {spec.__annotations__['return']}"
+    return None
 
 
-def _result(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
-    """A method that can only return None, where something is wanted."""
-    if spec.__annotations__["return"] == "None" or inspect.isgeneratorfunction(function):
-        return
+def _returns_nothing(function: Callable) -> bool:
+    """Whether a method can only return None."""
+    if inspect.isgeneratorfunction(function):
+        return False
     steps = list(dis.get_instructions(inspect.unwrap(function)))
     returns = [(before, step) for before, step in zip([None, *steps], steps) if step.opname.startswith("RETURN_")
              and step.opname != "RETURN_GENERATOR"]
     nothing = [step.argval is None if step.opname == "RETURN_CONST" else
                before.opname == "LOAD_CONST" and before.argval is None for before, step in returns]
-    if returns and all(nothing):
-        yield "it returns None whatever it is given", f"return {spec.__annotations__['return']}"
+    return bool(returns) and all(nothing)
 
 
 def parameters(function: Callable | staticmethod) -> list[inspect.Parameter]:

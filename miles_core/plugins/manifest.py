@@ -133,14 +133,12 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     Raises:
         ManifestError: the package or its manifest is missing or malformed.
     """
-    package = module.partition(":")[0].partition(".")[0]
-    spec = importlib.machinery.PathFinder.find_spec(package)  # the top-level package only: a submodule would import it
-    if spec is None or not spec.submodule_search_locations:
+    where = module.partition(":")[0]
+    package = where.partition(".")[0]
+    if (folder := folder_of(package)) is None:
         raise ManifestError(f"the package {package!r} of plugin {name!r} is missing", code="plugin-package-missing",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
-    folder = Path(next(iter(spec.submodule_search_locations)))
     path = folder / FILE
-    where = module.partition(":")[0]
     source = folder.joinpath(*where.split(".")[1:]).with_suffix(".py")
     if editable and source.is_file() and path.is_file() and source.stat().st_mtime_ns > path.stat().st_mtime_ns:
         return of_source(source, name=name, module=where)
@@ -157,10 +155,15 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
 
 def mentions(module: str, word: str) -> bool:
     """Whether the manifest of an installed plugin has a word in it; takes a tenth of the time of reading it."""
-    spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    paths = (Path(folder) / FILE for folder in folders)
-    return any(path.is_file() and word in path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    folder = folder_of(module)
+    path = None if folder is None else folder / FILE
+    return path is not None and path.is_file() and word in path.read_text(encoding="utf-8", errors="replace")
+
+
+def folder_of(module: str) -> Path | None:
+    """The folder of the top-level package of a "package.module:Class"; None where there is none. Imports nothing."""
+    spec = importlib.machinery.PathFinder.find_spec(module.partition(":")[0].partition(".")[0])
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 @functools.cache

@@ -7,11 +7,10 @@ in a plugin's class body. A preset stands behind the run file and flags: both ov
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_core.errors import ConfigError, OwnerError
+from miles_core.errors import ConfigError, OwnerError, did_you_mean
 from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import readable
@@ -61,11 +60,10 @@ def _one(name: str, origin: str, manifests: Sequence[Manifest]) -> Preset:
     if not owners:
         names = sorted({preset for one in manifests for preset in one.presets})
         known = [plugin for plugin, offers in KNOWN.items() if f"preset:{name}" in offers]
-        near = difflib.get_close_matches(name, names, 1, 0.6)
         raise ConfigError(f"unknown preset {name!r}", code="preset-unknown", who=origin,
                           got=f"there are {', '.join(names) or 'none'}",
-                          fix=f"pip install miles-{known[0]}" if known else f"did you mean {near[0]!r}?" if near else
-                          "a plugin offers presets: `miles plugins info NAME`")
+                          fix=f"pip install miles-{known[0]}" if known else did_you_mean(name, names)
+                          or "a plugin offers presets: `miles plugins info NAME`")
     plugin, stated = owners[0], owners[0].presets[name]
     if not isinstance(stated, dict) or set(stated) - {"plugins", "values"}:
         raise ConfigError(f"the preset {name!r} of plugin {plugin.name!r} cannot be read", code="preset-unreadable",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_core import hookspecs
 from miles_core.config.surfaces import advice, surfaces_of
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ManifestError, OwnerError
+from miles_core.errors import ManifestError, OwnerError, did_you_mean
 from miles_core.plugins import fit
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
-from miles_core.plugins.select import Selected, offered_by
+from miles_core.plugins.select import Selected, readable
 from miles_core.reading import format_of
 
 OF_CHECKPOINT = "config.json of the checkpoint"
@@ -142,7 +141,7 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
-    if plugins := offered_by(hook, name):
+    if plugins := [one.name for one in readable() for offer in one.offers if (offer.hook, offer.name) == (hook, name)]:
         raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", got=f"not enabled: {', '.join(plugins)}",
                          code="part-not-enabled", who=f"{key} ({origin})", fix=f"add --plugin {plugins[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
@@ -153,9 +152,9 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
                          config.origin and config.origin[key].kind != "derived" else "take another checkpoint") +
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
     offered = sorted(n for h, n in owners if h == hook)
-    near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.7)
-    fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
-        f"did you mean {near[0]!r}?" if near else "add its --plugin, or name a function (--custom-...-path)")
+    fix = (advice(surfaces_of(selected), f"{hook}:{name}")
+           or did_you_mean(name.lower(), [*offered, *_official(hook)], 0.7)
+           or "add its --plugin, or name a function (--custom-...-path)")
     raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
                      got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)
 

@@ -37,11 +37,6 @@ DEFAULTS: tuple[str, ...] = tuple(_OFFICIAL["default"])
 are imported only where a run needs one of their parts."""
 
 
-def offering(hook: str) -> list[str]:
-    """Official plugins that implement a hook."""
-    return [name for name, offers in KNOWN.items() if any(offer.partition(":")[0] == hook for offer in offers)]
-
-
 @dataclass(frozen=True, slots=True)
 class Installed:
     """A plugin found in an installed distribution.

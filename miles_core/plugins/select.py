@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import hookspecs
-from miles_core.errors import ManifestError, OwnerError, UnknownPluginError
+from miles_core.errors import ManifestError, OwnerError, UnknownPluginError, did_you_mean
 from miles_core.plugins import manifest as manifests
 from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.scan import BUILT_IN, DEFAULTS, KNOWN, Installed, installed
@@ -128,10 +127,9 @@ def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]
             raise OwnerError(f"{text!r} belongs to the core and cannot be disabled", code="core-part-not-removable",
                              who=origin, fix="choose another part in its place, for instance --engine NAME")
         if short(text) not in names:
-            near = difflib.get_close_matches(short(text), names, 1, 0.6)
             raise UnknownPluginError(f"plugin {text!r} is not enabled", code="plugin-not-enabled", who=origin,
                                      got=f"enabled: {', '.join(sorted(names)) or 'none'}",
-                                     fix=f"did you mean {near[0]!r}?" if near else "remove it")
+                                     fix=did_you_mean(short(text), names) or "remove it")
     return [one for one in named if short(one[0]) not in {short(text) for text, _ in dropped}]
 
 
@@ -167,11 +165,6 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     return Selected(manifest_of(one), one.distribution, one.version, origin)
 
 
-def offered_by(hook: str, name: str) -> list[str]:
-    """Installed plugins that offer a named part, whether a run has enabled them or not."""
-    return [one.name for one in readable() if any((offer.hook, offer.name) == (hook, name) for offer in one.offers)]
-
-
 def manifest_of(one: Installed) -> Manifest:
     """What an installed plugin states; nothing of it is imported.
 
@@ -182,9 +175,8 @@ def manifest_of(one: Installed) -> Manifest:
 
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
-    near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
     names = ", ".join(one.name for one in have) or "none"
     fix = "leave spaces between names, not commas" if "," in text else (
-        f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")
+        did_you_mean(name, [*KNOWN, *(one.name for one in have)]) or "pip install it, or pass a file: ./my_plugin.py")
     return UnknownPluginError(f"unknown plugin {text!r}", code="plugin-unknown", got=f"installed: {names}", who=origin,
                               fix=fix)

@@ -40,7 +40,7 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
             make_folder(target.parent)
             if beside:
                 clear(target.parent)
-            discard(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         yield temporary
         if writer:
@@ -48,15 +48,10 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
             replace_folder(temporary, target)
     except BaseException as error:
         if writer:
-            discard(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
             raise write_error(target, error) from error
         raise
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder that was never published, or no longer is; a failure to do so is ignored."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear(parent: Path) -> None:
@@ -67,7 +62,7 @@ def clear(parent: Path) -> None:
             os.rename(stale, target)
             sync(parent)
         elif stale.is_dir():
-            discard(stale)
+            shutil.rmtree(stale, ignore_errors=True)
         else:
             stale.unlink(missing_ok=True)
 
@@ -76,10 +71,8 @@ def write_text(target: Path, text: str) -> None:
     """Write a small file so that a reader sees the old text or the new one, never a part."""
     temporary = target.parent / f"{TEMPORARY}{target.name}"
     try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(text)
+        sync(temporary)
         os.rename(temporary, target)
         sync(target.parent)
     except OSError as error:
@@ -106,11 +99,11 @@ def replace_folder(source: Path, target: Path) -> None:
         os.rename(source, target)
     elif not exchange(source, target):
         old = aside(target)
-        discard(old)
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(target, old)
         os.rename(source, target)
     sync(target.parent)
-    discard(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def aside(target: Path) -> Path:

@@ -61,7 +61,7 @@ def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict
     entries = []
     for round_, slot in slots:
         sampled, drop = _held(slot), slot.outcome if isinstance(slot.outcome, Drop) else None
-        entries.append({"round": round_, "prompt": _prompt_record(slot.prompt), "samples": len(sampled),
+        entries.append({"round": round_, "prompt": _plain(slot.prompt), "samples": len(sampled),
                         "drop": drop and astuple(drop), "finished": isinstance(slot.outcome, Group)})
         samples += sampled
     for group in begun:
@@ -116,7 +116,7 @@ def _pack(meta: dict, samples: Sequence[Sample]) -> bytes:
     """Columns are tensors, and all else is one of bytes: safetensors allows its header 100 MB, which texts exceed."""
     arrays = {f"{i}.{name}": np.asarray(array, order="C") for i, sample in enumerate(samples)
               for name, array in sample.columns.items()}
-    records = json.dumps({**meta, "samples": [_record(sample) for sample in samples]}).encode()
+    records = json.dumps({**meta, "samples": [_plain(sample) for sample in samples]}).encode()
     arrays["records"] = np.frombuffer(records, np.uint8)
     return save({**arrays, "digest": np.frombuffer(_sum(arrays), np.uint8)})
 
@@ -172,23 +172,16 @@ class Replay:
         return {"next": self._prompts, "again": []}
 
 
-def _prompt_record(prompt: Prompt) -> dict:
-    return _plain({one.name: getattr(prompt, one.name) for one in fields(prompt)})
-
-
 def _prompt(record: dict) -> Prompt:
     messages = record["messages"]
     return Prompt(**{**record, "token_ids": tuple(record["token_ids"]),
                      "messages": None if messages is None else tuple(messages)})
 
 
-def _record(sample: Sample) -> dict:
-    own = {one.name: getattr(sample, one.name) for one in fields(sample) if one.name not in ("prompt", "columns")}
-    return {"prompt": _prompt_record(sample.prompt), **_plain(own)}
-
-
 def _plain(value: object) -> object:
-    """As JSON has it; what JSON cannot hold becomes text."""
+    """As JSON has it, samples without their columns; what JSON cannot hold becomes text."""
+    if isinstance(value, Prompt | Sample):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value) if one.name != "columns"}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -87,18 +87,12 @@ def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, obj
         "response": sample.text,
         "pieces": [*map(decode_piece, ids)],
         "token_ids": ids,
-        "log_probs": _column(sample, "rollout_log_probs"),
-        "loss_mask": _column(sample, "loss_mask"),
-        "versions": _column(sample, "versions"),
+        "log_probs": _rounded(sample.columns.get("rollout_log_probs")),  # None of an aborted one, or without an engine
+        "loss_mask": sample.columns.get("loss_mask"),
+        "versions": sample.columns.get("versions"),
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(score) for name, score in sample.rewards.items()},
         "label": sample.prompt.label, "status": str(sample.status), "advantage": _advantage(sample)}
-
-
-def _column(sample: Sample, name: str) -> np.ndarray | None:
-    """A per-token column; None when the sample has none (an aborted one, or no engine)."""
-    array = sample.columns.get(name)
-    return _rounded(array) if array is not None and np.issubdtype(array.dtype, np.floating) else array
 
 
 def _advantage(sample: Sample) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -117,12 +117,9 @@ class Leases:
         if purpose == "rollout" and not self.config.perf.colocate:
             yield
             return
-        async with self._turns(purpose):
-            if self._hand_over is None:
-                yield
-                return
-            async with self._hand_over.at(purpose):
-                yield
+        memory = nullcontext() if self._hand_over is None else self._hand_over.at(purpose)
+        async with self._turns(purpose), memory:
+            yield
 
     def figures(self) -> dict[str, float]:
         return {} if self._hand_over is None else self._hand_over.figures()

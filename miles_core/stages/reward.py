@@ -72,6 +72,9 @@ class Scoring:
         whole = "samples" in inspect.signature(scorer).parameters
         answers: Any
 
+        def called() -> list[Any]:
+            return [scorer(samples)] if whole else [scorer(sample) for sample in samples]
+
         def late() -> RewardError:
             return RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
                                f"prompt {samples[0].prompt.uid}", code="scorer-timeout",
@@ -81,11 +84,9 @@ class Scoring:
             with read_only(samples, getattr(scorer, "who", f"scorer {name!r}")):
                 async with within(self._timeout, late):
                     if inspect.iscoroutinefunction(scorer):
-                        calls = [scorer(samples)] if whole else [scorer(sample) for sample in samples]
-                        answers = list(await asyncio.gather(*calls))
+                        answers = list(await asyncio.gather(*called()))
                     else:
-                        answers = await in_daemon_thread(
-                            lambda: [scorer(samples)] if whole else [scorer(sample) for sample in samples])
+                        answers = await in_daemon_thread(called)
         except (RewardError, ColumnError):
             raise
         except Exception as error:

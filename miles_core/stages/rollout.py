@@ -340,30 +340,22 @@ def check_response(request: Request, response: Response, vocabulary: int | None,
         EngineError: parts of different lengths, an empty answer that was not aborted, ids outside the vocabulary,
             invalid log-probs, versions that the engine did not have meanwhile or that go backwards.
     """
-    problem = _unfit(response) or _tainted(response, vocabulary, oldest, newest)
-    if problem is not None:
+    if problem := _unfit(response, vocabulary, oldest, newest):
         raise EngineError(f"the engine's answer to request {request.id} {problem[0]}", code="engine-answer-invalid",
                           got=problem[1], fix="look at the engine's log; such an answer must not be trained on")
 
 
-def _unfit(response: Response) -> tuple[str, object] | None:
-    """What is wrong with an answer's parts, and what was got."""
+def _unfit(response: Response, vocabulary: int | None, oldest: int, newest: int) -> tuple[str, object] | None:
+    """What is wrong with an answer, and what was got."""
     count, reason = len(response.output_ids), response.finish_reason
     if not count == len(response.log_probs) == len(response.versions):
         return "has parts of different lengths", (f"{count} tokens, {len(response.log_probs)} log-probs, "
                                                   f"{len(response.versions)} versions")
     if reason not in ("stop", "length", "abort"):
         return "has an unknown finish reason", repr(reason)
-    if not count and reason != "abort":  # a stop token alone is one
-        return f"ended by {reason!r} and is empty", "no token"
-    return None
-
-
-def _tainted(response: Response, vocabulary: int | None, oldest: int, newest: int) -> tuple[str, object] | None:
-    """What is wrong with an answer's tokens, and what was got."""
+    if not count:  # a stop token alone is one
+        return None if reason == "abort" else (f"ended by {reason!r} and is empty", "no token")
     ids, log_probs, versions = (np.asarray(x) for x in (response.output_ids, response.log_probs, response.versions))
-    if not len(ids):
-        return None
     if ids.min() < 0 or vocabulary is not None and ids.max() >= vocabulary:
         return f"has token ids outside the vocabulary of {vocabulary}", f"{ids.min()} to {ids.max()}"
     if not np.isfinite(log_probs).all():

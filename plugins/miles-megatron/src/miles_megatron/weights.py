@@ -14,7 +14,7 @@ import torch.distributed as dist
 from miles_local.companions import copy_companions
 
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.plugins.scan import offering
+from miles_core.plugins.scan import KNOWN
 from miles_core.record.publish import publish
 from miles_megatron import cpu, hf_config
 from miles_megatron.disk_names import PlainReaders, to_disk
@@ -164,7 +164,8 @@ def without_left(weight_map: WeightMap) -> dict[str, object]:
 
 def known_by() -> str:
     """What to do about weights that the model does not have."""
-    plugins = ", ".join(f"--plugin {name}" for name in offering("weight_map"))
+    plugins = ", ".join(f"--plugin {name}" for name, offers in KNOWN.items()
+                        if any(offer.startswith("weight_map:") for offer in offers))
     return f"enable the plugin that knows these weights ({plugins}), without which they would be lost"
 
 
