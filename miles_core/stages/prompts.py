@@ -249,10 +249,29 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dic
 
     options = {"add_generation_prompt": True, **arguments}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(for_template(messages), tokenize=False, **options))
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError("the chat template rejected the messages", code="chat-template-failed", got=str(error),
                         who=where, fix="check the roles and contents; try `miles check-template`") from error
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The same messages as chat templates take them: arguments of tool calls as objects, where their text is one.
+
+    OpenAI's form has them as text, which most templates would write as a text of JSON in JSON.
+    """
+    return [{**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls") else message for message in messages]
+
+
+def _with_object(call: Any) -> Any:
+    try:
+        if "function" in call:
+            return {**call, "function": _with_object(call["function"])}
+        arguments = parse_json(call["arguments"])
+    except (KeyError, TypeError, ValueError):  # no call, arguments that are an object already, or text that is no JSON
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 class JsonlRecords(list[dict[str, Any]]):

@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles_tools.template import for_template
-
 from miles_core.errors import DataError
+from miles_core.stages.prompts import for_template
 
 _TAG = re.compile(r"<(\w+)>\s*$")
 USER = {"role": "user", "content": "."}

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles_core.stages.prompts import for_template
 from miles_core.stages.rollout import SamplingParams
 from miles_tools.foreign import loads
 from miles_tools.parts import source
-from miles_tools.template import for_template
 
 MODEL = "miles"
 """The name of the one model there is."""

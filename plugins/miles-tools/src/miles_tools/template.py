@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ConfigError
 from miles_core.stages.prompts import render
-from miles_tools.foreign import loads
 from miles_tools.history import DRAWN, after_a_turn, check_history
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Template:
             DataError: no template, or one that refuses the messages.
         """
         arguments = {**self._arguments, "add_generation_prompt": opening}
-        return render(self.tokenizer, for_template(messages), arguments, where)
+        return render(self.tokenizer, messages, arguments, where)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered text."""
@@ -115,22 +114,3 @@ class Template:
         who = f"the chat template of {getattr(self.tokenizer, 'name_or_path', 'the tokenizer')}"
         check_history(lambda messages: self.text(messages, who), role, who, allowed=rewriting,
                       allow="--tools.allow-rewriting-template")
-
-
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The same messages as chat templates take them: arguments of tool calls as objects, where their text is one.
-
-    OpenAI's form has them as text, which most templates would write as a text of JSON in JSON.
-    """
-    return [{**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-            if message.get("tool_calls") else message for message in messages]
-
-
-def _with_object(call: Any) -> Any:
-    try:
-        if "function" in call:
-            return {**call, "function": _with_object(call["function"])}
-        arguments = loads(call["arguments"])
-    except (KeyError, TypeError, ValueError):  # no call, arguments that are an object already, or text that is no JSON
-        return call
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
