@@ -116,6 +116,20 @@ def test_the_plan_says_how_many_there_are(options, words):
     assert words in bound(Rules(**options), config)
 
 
+def test_the_plan_counts_checkpoints_that_a_file_asks_for():
+    config = load(None, ["--save", "x", "--save-interval", "8", "--num-rollout", "9", "--save-trigger-sentinel", "s"]).config
+    assert "at most 4 at a time" in bound(Rules(keep_last=3), config)
+    assert "at most 9 at a time" in bound(Rules(), config)
+
+
+@pytest.mark.parametrize(("every", "said"), [("6", "one checkpoint in 3, every 12"), ("2", None)])
+def test_the_plan_says_which_checkpoints_have_no_value_of_the_metric(every, said):
+    config = load(None, ["--save", "x", "--save-interval", "4", "--num-rollout", "10", "--eval-interval", every]).config
+    notes = []
+    Retention(RetentionOptions(keep_best=1, keep_metric="eval/sums"), config).check(config, notes.append)
+    assert [said in note for note in notes] == ([True] if said else [])
+
+
 @pytest.mark.integration
 def test_a_run_keeps_what_it_should_and_its_plan_says_how_much_that_is(tmp_path):
     run = toy_run(steps=5, flags=["--save", str(tmp_path / "ckpt"), "--save-interval", "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,12 +86,18 @@ def check(rules: Rules, config: RunConfig, note: Callable[[str], None]) -> None:
         raise ConfigError("the run evaluates nothing", got=rules.keep_metric, who="retention.keep_metric",
                           fix="write --eval-interval and --eval-prompt-data, or the name of a rollout's metric",
                           code="keep-metric-never-evaluated")
+    if rules.keep_metric and rules.keep_metric.startswith("eval/") and every and every % config.eval.eval_interval:
+        both = math.lcm(every, config.eval.eval_interval)
+        note(f"{rules.keep_metric} is measured of one checkpoint in {both // every}, every {both} rollouts, and of the "
+             "last: no other is among the best, unless eval_interval divides save_interval")
 
 
 def bound(rules: Rules, config: RunConfig) -> str:
     """How many checkpoints there are at most, those that are being written included, and what they take."""
     every, rollouts = config.checkpoint.save_interval, config.rollout.num_rollout
     saves = None if rollouts is None else rollouts // every + (rollouts % every > 0) if every else 1
+    if config.checkpoint.save_trigger_sentinel:  # which may ask after every rollout
+        saves = rollouts
     parts = [f"the last {rules.keep_last or 1}"]
     parts += [f"the best {rules.keep_best} by {rules.keep_metric}"] if rules.keep_best else []
     count: int | None = (rules.keep_last or 1) + (rules.keep_best or 0)
