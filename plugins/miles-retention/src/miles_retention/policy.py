@@ -86,10 +86,6 @@ def check(rules: Rules, config: RunConfig, note: Callable[[str], None]) -> None:
         raise ConfigError("the run evaluates nothing", got=rules.keep_metric, who="retention.keep_metric",
                           fix="write --eval-interval and --eval-prompt-data, or the name of a rollout's metric",
                           code="keep-metric-never-evaluated")
-    if rules.keep_metric and rules.keep_metric.startswith("eval/") and every and every % config.eval.eval_interval:
-        both = math.lcm(every, config.eval.eval_interval)
-        note(f"{rules.keep_metric} is measured of one checkpoint in {both // every}, every {both} rollouts, and of the "
-             "last: no other is among the best, unless eval_interval divides save_interval")
 
 
 def bound(rules: Rules, config: RunConfig) -> str:
@@ -99,7 +95,7 @@ def bound(rules: Rules, config: RunConfig) -> str:
     if config.checkpoint.save_trigger_sentinel:  # which may ask after every rollout
         saves = rollouts
     parts = [f"the last {rules.keep_last or 1}"]
-    parts += [f"the best {rules.keep_best} by {rules.keep_metric}"] if rules.keep_best else []
+    parts += [f"the best {rules.keep_best} by {rules.keep_metric}{_measured(rules, config)}"] if rules.keep_best else []
     count: int | None = (rules.keep_last or 1) + (rules.keep_best or 0)
     if rules.save_retain_interval:
         parts.append(f"one in {rules.save_retain_interval} rollouts")
@@ -113,6 +109,14 @@ def bound(rules: Rules, config: RunConfig) -> str:
     size = checkpoint_bytes(config)
     disk = "" if size is None else f", about {most * size / GIB:.3g} GiB of {size / GIB:.3g} each"
     return f"kept: {' and '.join(parts)}; at most {most} at a time in {config.checkpoint.save}{disk}"
+
+
+def _measured(rules: Rules, config: RunConfig) -> str:
+    """Which checkpoints have a value of the metric, if not all."""
+    every, evaluated = config.checkpoint.save_interval, config.eval.eval_interval
+    if not (every and evaluated and str(rules.keep_metric).startswith("eval/") and every % evaluated):
+        return ""
+    return f" (measured of one in {math.lcm(every, evaluated) // every} and of the last)"
 
 
 def checkpoint_bytes(config: RunConfig) -> float | None:
