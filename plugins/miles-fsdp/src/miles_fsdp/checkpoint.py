@@ -2,8 +2,8 @@
 
     <save>/iter_0000007/          published by rename when complete
         tensors/                  what trains and its optimizer, a file of each rank
-        fsdp.json                 optimizer steps, and those of a rollout, the actor's directory if not all of it trains,
-                                  the run's own state, and digests
+        fsdp.json                 optimizer steps, and those of a rollout, the actor's directory if not all of it
+                                  trains, the run's own state, and digests
     <save>/latest_checkpointed_iteration.txt "7", written last
 """
 
