@@ -75,13 +75,11 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
     names = [one["name"] for one in then["plugins"]], [one["name"] for one in now["plugins"]]
     if set(names[0]) == set(names[1]) and names[0] != names[1]:
         changes.append(f"the order of plugins: {', '.join(names[0])} -> {', '.join(names[1])}")
-    for what, prefix in (("packages", ""), ("options", ""), ("order", "call order of ")):
-        old, new = then[what], now[what]
-        changes += [f"{prefix}{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new})
-                    if old.get(key) != new.get(key)]
-    changes += [f"owner of {a[0]}: {a[1]} of {a[2]} -> {b[1]} of {b[2]}"
-              for a, b in zip(then["owners"], now["owners"], strict=False) if a[:3] != b[:3]]
-    return changes
+    for prefix, what in (("", "packages"), ("", "options"), ("call order of ", "order")):
+        changes += _changed(prefix, then[what], now[what])
+    owners = ({hook: [f"{name} of {plugin}" for own, name, plugin, *_ in lock["owners"] if own == hook]
+               for hook, *_ in lock["owners"]} for lock in (then, now))
+    return changes + _changed("owner of ", *owners)
 
 
 def check(lock: Mapping, plan: Plan, who: str) -> None:
@@ -93,3 +91,8 @@ def check(lock: Mapping, plan: Plan, who: str) -> None:
         more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         raise LockError("the run differs from its lock", code="lock-mismatch", got="; ".join(changes[:SHOWN]) + more,
                         who=who, fix="go back to what is locked, or write a new lock with `miles plugins lock`")
+
+
+def _changed(prefix: str, then: Mapping, now: Mapping) -> list[str]:
+    return [f"{prefix}{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in sorted({*then, *now})
+            if then.get(key) != now.get(key)]

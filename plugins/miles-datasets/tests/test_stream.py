@@ -78,6 +78,17 @@ def test_a_position_is_of_windows_of_one_size(prompts, path):
         prompts(path, stream=True, buffer=9).load_state_dict(state)
 
 
+@pytest.mark.parametrize("buffer", [50, 8])
+def test_a_position_beyond_rows_that_have_gone_goes_on_with_the_next_epoch(prompts, path, buffer):
+    """Of the prompts that come again, those whose rows are still there do."""
+    source = prompts(path, stream=True, buffer=buffer)
+    taken = [source.next() for _ in range(46)]
+    source.give_back([taken[45], taken[3]])
+    shorter = prompts(f"{path}@[:30]", stream=True, buffer=buffer)
+    shorter.load_state_dict(source.state_dict())
+    assert rows(shorter, 5) == [3, 0, 1, 2, 3]
+
+
 def test_epochs_need_a_number_of_rows_and_slices_from_the_end_too(prompts, tmp_path):
     for kind in ("arrow", "csv", "jsonl"):
         data = write(tmp_path / f"data.{kind}", ROWS)

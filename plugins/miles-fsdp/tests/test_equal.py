@@ -270,6 +270,23 @@ def test_an_actor_that_has_taken_no_step_is_saved_as_such(train, folder, tmp_pat
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_a_resume_with_another_batch_has_the_rates_of_a_run_that_had_it_all_along(train, folder, tmp_path, trainer,
+                                                                                before, now):
+    """Twice the batch is half as many steps: counted in those done before it, the schedule would be at its end."""
+    rollouts = batches(3)
+
+    def rates(which, count, *flags, **save):
+        argv = ["--trainer", trainer, "--hf-checkpoint", str(folder / "qwen3"), "--num-steps-per-rollout", str(count)]
+        found = train.ranks(1).train(prepare(folder / "run.toml", [*argv, *flags]), rollouts[which], **save)
+        return [step["train/lr-pg_0"] for step in found["steps"]]
+
+    rates(slice(0, 2), before, save=tmp_path)
+    resumed = rates(slice(2, 3), now, "--load", str(tmp_path))
+    assert resumed == rates(slice(0, 3), now)[2 * now:]
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_a_run_that_loads_the_models_folder_starts_there_beside_another_reference(train, folder, trainer):
     """Without --load it starts from the reference."""
     model, other = str(folder / "qwen3"), str(folder / "other")

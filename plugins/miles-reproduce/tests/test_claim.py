@@ -43,6 +43,19 @@ def test_the_band_is_a_prediction_interval():
         "inside", "outside, below", "outside, above"]
 
 
+def test_seeds_of_one_value_come_again_inside():
+    """The band has no width, and a mean of floats would lie beside it."""
+    same = Measured([0.003] * 3, CURVES[:3], {})
+    assert same.band() == (0.003, 0.003) and verdict(0.003, same.band()) == "inside"
+
+
+def test_a_curve_has_the_steps_that_all_seeds_have(path):
+    """By their place in a list, values of one seed would be drawn at the steps of another."""
+    curves = [[(0, 0.3), (2, 0.5), (4, 0.8)], [(1, 0.4), (2, 0.6), (4, 0.9)]]
+    read(path).write(Measured([0.8, 0.9], curves, {}))
+    assert read(path).measured.curves == [[(2, 0.5), (4, 0.8)], [(2, 0.6), (4, 0.9)]]
+
+
 @pytest.mark.parametrize("before, after", [
     ("low = ", "low = 0.1 #"), ("step = 4", "step = 4\nsteps = 5"), ("step = 4", ""), ("values = [0.8, ", "values = ["),
     ("  [0.3, 0.5, 0.8],", "  [0.3, 0.5],"), ("metric", "[metric"),

@@ -84,3 +84,20 @@ def test_what_was_not_finite_is_no_value_of_a_run(tmp_path):
         log.metrics(at, {"train/loss": loss})
     log.close()
     assert curve(tmp_path, "train/loss") == [(1, 0.5), (3, 0.25)]
+
+
+@pytest.mark.parametrize(("begins", "refused"), [((4,), True), ((None, 4), False)], ids=["resumed", "restarted"])
+def test_a_run_that_went_on_from_another_seeds_checkpoint_is_no_outcome(tmp_path, begins, refused):
+    """It would only evaluate what that one has trained; --max-restarts goes on from the run's own."""
+    (tmp_path / "run").mkdir()
+    log = EventLog(tmp_path / "run" / "events.jsonl")
+    for first in begins:
+        log.run_start("a1b2", {}, resumed_from=first, rollouts=4)
+    log.metrics(4, {"train/loss": 0.5})
+    log.close()
+    if not refused:
+        assert curve(tmp_path, "train/loss") == [(5, 0.5)]
+        return
+    with pytest.raises(ConfigError) as error:
+        curve(tmp_path, "train/loss")
+    assert error.value.code == "recipe-resumes" and "4" in error.value.got

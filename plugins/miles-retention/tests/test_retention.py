@@ -116,6 +116,21 @@ def test_the_plan_says_how_many_there_are(options, words):
     assert words in bound(Rules(**options), config)
 
 
+def test_the_plan_counts_checkpoints_that_a_file_asks_for():
+    flags = ["--save", "x", "--save-interval", "8", "--num-rollout", "9", "--save-trigger-sentinel", "x/save"]
+    config = load(None, flags).config
+    assert "at most 4 at a time" in bound(Rules(keep_last=3), config)
+    assert "at most 9 at a time" in bound(Rules(), config)
+
+
+@pytest.mark.parametrize(("every", "said"), [("6", True), ("2", False)])
+def test_the_plan_says_which_checkpoints_have_a_value_of_the_metric(every, said):
+    """Of those after 4, 8, ... rollouts, every third is evaluated."""
+    config = load(None, ["--save", "x", "--save-interval", "4", "--num-rollout", "10", "--eval-interval", every]).config
+    text = bound(Rules(keep_best=1, keep_metric="eval/sums"), config)
+    assert ("(measured of one in 3 and of the last)" in text) is said
+
+
 @pytest.mark.integration
 def test_a_run_keeps_what_it_should_and_its_plan_says_how_much_that_is(tmp_path):
     run = toy_run(steps=5, flags=["--save", str(tmp_path / "ckpt"), "--save-interval", "1",

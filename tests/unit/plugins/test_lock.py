@@ -56,6 +56,14 @@ def test_each_difference_is_a_sentence(site, flags, message):
     assert any(message in line for line in lock.differences(locked(*BOTH), locked(*flags)))
 
 
+def test_a_scorer_more_changes_the_owners_of_its_hook_alone(site):
+    """Owners are a list, in which those behind it move on by a place."""
+    then, now = locked(*BOTH), locked(*BOTH, "--rm-type", "one-reward", "two-reward", "--rm-weights", "1", "1")
+    for ours, theirs in ((then, now), (now, then)):
+        (said,) = [line for line in lock.differences(ours, theirs) if line.startswith("owner of")]
+        assert "owner of reward" in said and "two-reward of two" in said
+
+
 def test_another_version_is_told(site):
     then = locked(*BOTH)
     (site / "miles_two-1.0.dist-info").rename(site / "miles_two-1.1.dist-info")

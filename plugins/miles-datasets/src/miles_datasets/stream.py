@@ -54,7 +54,7 @@ class StreamedPrompts:
         """The next prompt: one that was given back, else a fresh one."""
         if self._again:
             return self._again.popleft()
-        if self._next - self._first == len(self._window):
+        if self._next - self._first >= len(self._window):  # beyond it, if rows have gone since the position was saved
             self._advance()
         row, record = self._window[self._next - self._first]
         self._next += 1
@@ -89,7 +89,7 @@ class StreamedPrompts:
                 records[row] = record
                 if len(records) == len(wanted):
                     break
-        self._again = deque(self._prompt(uid, row, records[row]) for uid, row in state["again"])
+        self._again = deque(self._prompt(uid, row, records[row]) for uid, row in state["again"] if row in records)
 
     def _rows(self, first: int) -> Iterator[Row]:
         """From a row to the end of the files."""

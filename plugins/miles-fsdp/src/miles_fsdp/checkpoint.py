@@ -2,8 +2,8 @@
 
     <save>/iter_0000007/          published by rename when complete
         tensors/                  what trains and its optimizer, a file of each rank
-        fsdp.json                 optimizer steps, the actor's directory if not all of it trains, the run's own state,
-                                  and digests
+        fsdp.json                 optimizer steps, and those of a rollout, the actor's directory if not all of it
+                                  trains, the run's own state, and digests
     <save>/latest_checkpointed_iteration.txt "7", written last
 
 On trust: the tensors' index is read as miles_local's checkpoint_index says, and nothing but tensors is taken.
@@ -87,8 +87,9 @@ def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict
     """
     if beside is not None:
         beside.wait()
-    document = {"steps": {name: one.steps for name, one in models.trained.items()}, "optimizer": whole,
-                "warm": models.warm, "base": models.base, "state": state}
+    document = {"steps": {name: one.steps for name, one in models.trained.items()},
+                "rollout_steps": models.rollout_steps, "optimizer": whole, "warm": models.warm, "base": models.base,
+                "state": state}
     target, tensors = folder / f"iter_{iteration:07d}", _tensors(models, whole)
     if beside is None:
         _write(target, iteration, lambda: tensors, document, ranks)
@@ -171,9 +172,11 @@ def load(folder: str, iteration: int, models: Models, ranks: Ranks) -> dict[str,
         if surplus := [name for name in stored if ".optimizer." not in name and name not in wanted]:
             raise ValueError(f"no place for {surplus[0]}")
         load_tensors(state, checkpoint_id=where / TENSORS)
+        before = saved.get("rollout_steps", models.rollout_steps)  # older checkpoints do not say
         for name, one in models.trained.items():
             _restore(one, tensors[name])
-            one.steps = saved["steps"][name]
+            # The schedule goes on after as many rollouts, however many steps each of them takes now.
+            one.steps = round(saved["steps"][name] * models.rollout_steps / before)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         raise _unreadable(where, error) from error
     run: dict[str, Any] = saved["state"]

@@ -67,7 +67,8 @@ class Models:
         self.modules = {ACTOR: self._made(ACTOR, actor)}
         for name, model in declared.items():
             self.modules[name] = self.actor if self._is_base(model) else self._made(name, model)
-        steps = (config.rollout.num_rollout or 1) * (config.rollout.num_steps_per_rollout or 1)
+        self.rollout_steps = config.rollout.num_steps_per_rollout or 1
+        steps = (config.rollout.num_rollout or 1) * self.rollout_steps
         own = options
         if config.perf.bf16 and options.muon_fp32_matmul_prec is None:
             own = replace(options, muon_fp32_matmul_prec="medium")

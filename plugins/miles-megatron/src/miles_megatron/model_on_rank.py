@@ -280,6 +280,7 @@ def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
         lr_warmup_iters=optimizer_.lr_warmup_iters, lr_warmup_fraction=optimizer_.lr_warmup_fraction,
         lr_decay_iters=optimizer_.lr_decay_iters,
         train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
+        rollout_iters=config.rollout.num_steps_per_rollout,
         optimizer=optimizer_.optimizer, weight_decay=optimizer_.weight_decay,
         adam_beta1=optimizer_.adam_beta1, adam_beta2=optimizer_.adam_beta2,
         adam_eps=optimizer_.adam_eps, clip_grad=optimizer_.clip_grad, megatron=config.surface("megatron"),

@@ -35,9 +35,11 @@ from megatron.core.optimizer import (  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params  # noqa: E402
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride  # noqa: E402
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+from miles_megatron.schedule import Schedule  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class OptimizerOptions:
         lr_decay_style: one of STYLES.
         lr_warmup_iters: steps of linear warmup; lr_warmup_fraction: or their share of the decay's steps.
         lr_decay_iters: step at which min_lr is reached, counted with the warmup; train_iters when None.
-        train_iters: steps of the whole run.
+        train_iters: steps of the whole run; rollout_iters: those of a rollout.
         weight_decay: of matrices; Megatron exempts norms and biases.
         clip_grad: largest norm of all gradients; 0 for no clipping.
         use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
@@ -70,6 +72,7 @@ class OptimizerOptions:
     lr_warmup_fraction: float = 0.0
     lr_decay_iters: int | None = None
     train_iters: int = 1
+    rollout_iters: int = 1
     weight_decay: float = 0.01
     optimizer: str = "adam"
     adam_beta1: float = 0.9
@@ -169,7 +172,7 @@ def _refusals(who: str) -> Iterator[None]:
 
 def make_optimizer(
     chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+) -> tuple[MegatronOptimizer, Schedule]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
     config, overrides, muon = chunks[0].config, dict(options.megatron), options.optimizer in MUON
     if cpu.no_cuda() and overrides.pop("optimizer_cpu_offload", False):
@@ -196,8 +199,8 @@ def make_optimizer(
     if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             step_in_slices(part.optimizer)
-    scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
+    scheduler = Schedule(
+        options.rollout_iters, optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
         lr_warmup_steps=options.warmup_iters,
         # Megatron wants room for decay even where the style has none.
         lr_decay_steps=max(options.decay_iters, int(options.warmup_iters) + 1), lr_decay_style=options.lr_decay_style,
@@ -312,7 +315,7 @@ def _whole_state(part: DistributedOptimizer, gather: Callable[..., dict], *, emp
 
 
 def load_state(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, optimizer_state: dict, scheduler_state: dict
+    optimizer: MegatronOptimizer, scheduler: Schedule, optimizer_state: dict, scheduler_state: dict
 ) -> None:
     """Go on exactly where the state was saved, under the options that the optimizer was made with."""
     optimizer_state = _regrouped(optimizer, optimizer_state)
@@ -320,8 +323,6 @@ def load_state(
     _restore_zero_step(optimizer_state)
     _restore_empty_groups(optimizer, optimizer_state)
     optimizer.load_state_dict(optimizer_state)
-    # Megatron's load_state_dict adds the saved steps to those done already.
-    scheduler.num_steps = 0
     scheduler.load_state_dict(scheduler_state)
 
 

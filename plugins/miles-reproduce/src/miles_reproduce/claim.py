@@ -51,7 +51,8 @@ class Measured:
         """Where the mean of so many further seeds lies in 95 cases of 100, seeds being normally distributed: the
         prediction interval mean ± t sd sqrt(1/n + 1/seeds), sd with n - 1."""
         count = len(self.values)
-        mean, deviation = statistics.fmean(self.values), statistics.stdev(self.values)
+        # mean, not fmean, which of equal values is another one in the last bit: outside of a band of no width
+        mean, deviation = statistics.mean(self.values), statistics.stdev(self.values)
         width = QUANTILES[count] * deviation * math.sqrt(1 / count + 1 / seeds)
         return mean - width, mean + width
 
@@ -90,9 +91,10 @@ class Claim:
         """Put what was measured in the place of what stood there."""
         author = self.path.read_text(encoding="utf-8").partition("\n[measured]")[0].rstrip("\n")
         low, high = measured.band()
+        curves = [dict(curve) for curve in measured.curves]
+        steps = sorted(set.intersection(*map(set, curves)))  # a seed may lack one, whose value was not finite
         facts = {**measured.about, "values": measured.values, "low": round(low, 4), "high": round(high, 4),
-                 "steps": [step for step, _ in measured.curves[0]],
-                 "curves": [[value for _, value in curve] for curve in measured.curves]}
+                 "steps": steps, "curves": [[curve[step] for step in steps] for curve in curves]}
         lines = [f"{key} = {json.dumps(value)}" for key, value in facts.items() if key != "curves"]
         lines += ["curves = [", *(f"  {json.dumps(curve)}," for curve in facts["curves"]), "]"]
         heading = HEADING.format(name=self.path.parent.name, count=len(measured.values))

@@ -108,7 +108,7 @@ def _curves(claim: Claim, run_file: Path, seeds: range, out: Path) -> tuple[list
 
 def _judge(claim: Claim, measured: Measured, curves: list[Curve], out: Path) -> bool:
     """Say it, draw it; whether the mean of the runs is inside."""
-    mean = statistics.fmean(claim.at_step(curve) for curve in curves)
+    mean = statistics.mean(claim.at_step(curve) for curve in curves)
     low, high = measured.band(len(curves))
     verdict = claims.verdict(mean, (low, high))
     picture = out / PICTURE

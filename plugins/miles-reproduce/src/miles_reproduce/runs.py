@@ -52,11 +52,18 @@ def run(run_file: Path, seed: int, folder: Path) -> float:
 
 def curve(folder: Path, metric: str) -> Curve:
     """Finite values of a metric by the rollouts that were trained on before: of an evaluation at rollout k it is k, and
-    after rollout k, counted from 0, k + 1."""
-    after = {"eval": 0, "metrics": 1}
+    after rollout k, counted from 0, k + 1.
+
+    Raises:
+        ConfigError: the run went on from a checkpoint, so that its seed is not all that it is made of.
+    """
+    after, events = {"eval": 0, "metrics": 1}, list(read(folder / "run" / "events.jsonl"))
+    before = next((event["resumed_from"] for event in events if event["event"] == "run_start"), None)
+    if before is not None:
+        raise ConfigError("the run went on from a checkpoint", got=f"it began at rollout {before}", who=str(folder),
+                          code="recipe-resumes", fix="leave load and save out of the recipe")
     return [(event["rollout_id"] + after[event["event"]], event["metrics"][metric])
-            for event in read(folder / "run" / "events.jsonl")
-            if event["event"] in after and event["metrics"].get(metric) is not None]
+            for event in events if event["event"] in after and event["metrics"].get(metric) is not None]
 
 
 def _run(words: list[str], log: Path, shown: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +92,10 @@ def bound(rules: Rules, config: RunConfig) -> str:
     """How many checkpoints there are at most, those that are being written included, and what they take."""
     every, rollouts = config.checkpoint.save_interval, config.rollout.num_rollout
     saves = None if rollouts is None else rollouts // every + (rollouts % every > 0) if every else 1
+    if config.checkpoint.save_trigger_sentinel:  # which may ask after every rollout
+        saves = rollouts
     parts = [f"the last {rules.keep_last or 1}"]
-    parts += [f"the best {rules.keep_best} by {rules.keep_metric}"] if rules.keep_best else []
+    parts += [f"the best {rules.keep_best} by {rules.keep_metric}{_measured(rules, config)}"] if rules.keep_best else []
     count: int | None = (rules.keep_last or 1) + (rules.keep_best or 0)
     if rules.save_retain_interval:
         parts.append(f"one in {rules.save_retain_interval} rollouts")
@@ -106,6 +109,14 @@ def bound(rules: Rules, config: RunConfig) -> str:
     size = checkpoint_bytes(config)
     disk = "" if size is None else f", about {most * size / GIB:.3g} GiB of {size / GIB:.3g} each"
     return f"kept: {' and '.join(parts)}; at most {most} at a time in {config.checkpoint.save}{disk}"
+
+
+def _measured(rules: Rules, config: RunConfig) -> str:
+    """Which checkpoints have a value of the metric, if not all."""
+    every, evaluated = config.checkpoint.save_interval, config.eval.eval_interval
+    if not (every and evaluated and str(rules.keep_metric).startswith("eval/") and every % evaluated):
+        return ""
+    return f" (measured of one in {math.lcm(every, evaluated) // every} and of the last)"
 
 
 def checkpoint_bytes(config: RunConfig) -> float | None:
