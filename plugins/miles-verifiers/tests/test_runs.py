@@ -30,6 +30,21 @@ def test_a_run_trains_and_is_evaluated_on_an_environment():
     assert "eval/held" in {key for event in run.events for key in event.get("metrics", ())}
 
 
+@pytest.mark.full
+@pytest.mark.integration
+def test_a_harness_that_speaks_anthropics_protocol_and_sends_out_an_agent():
+    """Its conversations are samples of one rollout, and each drawn token has the log-prob of its draw."""
+    envs = json.dumps({"words": {"taskset": {"id": "words_env"}, "agent": {"harness": {"id": "sends_out"}}}})
+    run = toy_run(["grpo", "verifiers"], options=OPTIONS | {"rollout.rollout_max_response_len": 64}, flags=[
+        "--verifiers.envs", envs, "--verifiers.conversations", "2"])
+    for metrics in run.metrics:
+        assert metrics["rollout/agent/conversations"] == 2
+        assert metrics["train/train_rollout_logprob_abs_diff_max"] == 0
+    samples = [json.loads(line) for file in sorted((run.folder / "samples").glob("rollout_*.jsonl"))
+               for line in file.read_text().splitlines()]
+    assert len(samples) == 16  # two of each rollout
+
+
 @pytest.mark.parametrize(("rollout", "evaluated", "code"), [
     ({"prompt_data": "rows.jsonl"}, {}, "verifiers-no-task"),
     ({"prompt_data": "harbor.verifiers"}, {"eval_prompt_data": ["held", "rows.jsonl"]}, "verifiers-no-task"),

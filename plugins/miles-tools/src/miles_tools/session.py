@@ -198,7 +198,7 @@ class Session:
         self._numbers.add(number)
         if new := trajectory not in self._trajectories:
             self._trajectories.append(trajectory)
-        trajectory.busy, asked, started = True, self.turns, time.monotonic()
+        trajectory.busy, before, started = True, self.turns, time.monotonic()
         try:
             completion = await trajectory.draw(chat, turn, self._index, number)
         except BaseException:
@@ -210,7 +210,7 @@ class Session:
             trajectory.busy = False
         self.engine_seconds += time.monotonic() - started
         ids, begin = trajectory.ids, completion.prompt_tokens
-        trajectory.answers.append(Answer(self.turns, asked, hash(tuple(ids[:begin])), len(trajectory.messages),
+        trajectory.answers.append(Answer(self.turns, before, hash(tuple(ids[:begin])), len(trajectory.messages),
                                          begin, len(ids)))
         self.turns += 1
         self.ignored += bool(chat.ignored)
@@ -246,11 +246,11 @@ def _kept(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Those that are trained on: not what is a part of another one, nor what ends with an answer in whose place the
     agent asked for another by the same request (as Miles's `drop_retries`)."""
     followed = {answer.order for one in trajectories for answer in one.answers[:-1]}
-    asked: dict[int, int] = {}
+    latest: dict[int, int] = {}
     for answer in (answer for one in trajectories for answer in one.answers):
-        asked[answer.request] = max(answer.asked, asked.get(answer.request, 0))
+        latest[answer.request] = max(answer.before, latest.get(answer.request, 0))
     return [one for one in trajectories if one.answers and _newest(one) not in followed
-            and asked[one.answers[-1].request] <= _newest(one)]
+            and latest[one.answers[-1].request] <= _newest(one)]
 
 
 def _not_rendered(error: Exception) -> Refused:

@@ -79,14 +79,14 @@ class Answer:
 
     Args:
         order: among the session's answers, from 0, as they were given.
-        asked: how many of them there were when it was asked for.
+        before: how many of them there were when it was asked for.
         request: a hash of the ids that it answers.
         messages: how many there were with it.
         begin, end: its first id, and the first behind it.
     """
 
     order: int
-    asked: int
+    before: int
     request: int
     messages: int
     begin: int

@@ -60,9 +60,9 @@ class Transcript:
 
     def until(self, length: int) -> Transcript:
         """A copy that ends after so many ids, with the images among them and none of the figures."""
-        rest = length - self.prompt_length
-        return Transcript(self.ids[:length], self.prompt_length, self.mask[:rest], self.log_probs[:rest],
-                          self.versions[:rest], images=[one for one in self.images if one[0] < rest])
+        behind = length - self.prompt_length
+        return Transcript(self.ids[:length], self.prompt_length, self.mask[:behind], self.log_probs[:behind],
+                          self.versions[:behind], images=[one for one in self.images if one[0] < behind])
 
     @property
     def last_turn(self) -> list[int]:

@@ -34,6 +34,9 @@ class VerifiersOptions:
         None, "Environments by name, each as verifiers' own [env] table has it; as a flag, JSON.")
     timeout: float = option(600.0, "Seconds allowed for one episode.", within=(0.01,))
     concurrency: int = option(64, "Maximum number of concurrent episodes.", within=(1,))
+    conversations: int = option(
+        1, "Maximum number of conversations of one episode: branches, summaries, agents that a harness sends out.",
+        within=(1,))
 
 
 class Verifiers:
@@ -75,7 +78,9 @@ class Verifiers:
             from miles_tools.agent import Agents
             from miles_tools.plugin import ToolsOptions
 
-            limits = ToolsOptions(agent_timeout=self._options.timeout, agent_concurrency=self._options.concurrency)
+            options = self._options
+            limits = ToolsOptions(agent_timeout=options.timeout, agent_concurrency=options.concurrency,
+                                  agent_conversations=options.conversations)
             self._agents = Agents(limits, self._config, self._play)
         return await self._agents.generate(prompt, generation)
 
