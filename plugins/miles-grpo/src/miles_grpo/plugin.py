@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 class Grpo:
-    """Group-relative advantages (GRPO, arXiv:2402.03300), without the deviation those of Dr. GRPO."""
+    """Group-relative advantages (GRPO, arXiv:2402.03300), without the deviation those of Dr. GRPO, and those of several
+    rewards apart (GDPO)."""
 
-    provides = ("compares:grpo", "needs-no-log-prob-pass")
+    provides = ("compares:grpo", "compares:gdpo", "needs-no-log-prob-pass")
 
     def __init__(self, config: RunConfig):
-        self.algorithm = config.algorithm
+        self.algorithm, self._rollout = config.algorithm, config.rollout
 
     @hookimpl(name="grpo")
     def advantage(self, batch: Batch) -> Values:
@@ -30,3 +31,15 @@ class Grpo:
         from miles_grpo.advantage import group_relative
 
         return penalised(batch, group_relative(batch, self.algorithm), self.algorithm)
+
+    @hookimpl("advantage", name="gdpo")
+    def decoupled(self, batch: Batch) -> Values:
+        """Rewards of several scorers, each relative to its group before they are added up, less the KL penalty.
+
+        Source: arXiv:2601.05242, section 3.
+        """
+        from miles_core.stages.advantage import penalised
+        from miles_grpo.advantage import decoupled
+
+        weights = dict(zip(self._rollout.rm_type, self._rollout.rm_weights, strict=True))
+        return penalised(batch, decoupled(batch, self.algorithm, weights), self.algorithm)
