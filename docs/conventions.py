@@ -39,6 +39,8 @@ WHITENING = "whitened" if DEFAULT.normalize_advantages else "only with `normaliz
 ROWS: tuple[tuple[str, ...], ...] = (
     ("`grpo`: std of a group", f"ddof {advantage.DDOF}, eps {short(group.STD_EPSILON)}",
      "ddof 1, eps 1e-6", "ddof 1, eps 1e-6", "ddof 1, eps 1e-6", "ddof 1, eps 1e-4"),
+    ("`gdpo`: sums of advantages",
+     f"over the rollouts of the batch, ddof {advantage.DDOF}, eps {short(group.STD_EPSILON)}", "-", "-", "over trained tokens, ddof 1, eps 1e-8", "over samples, ddof 1, eps 1e-4"),
     ("group of one", f"A = {group.normalized([1.0])[0]:g}", "A = 0", "-", "A = R", "-"),
     ("samples of one rollout", "one reward, counted once", "one reward, counted once", "-", "-", "-"),
     ("Dr. GRPO: divisor", "rollouts x `reduction_constant` (`rollout_max_response_len`)", "-", "-",

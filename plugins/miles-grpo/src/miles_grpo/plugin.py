@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grpo:
-    """Group-relative advantages (GRPO, arXiv:2402.03300), without the deviation those of Dr. GRPO, and those of several
-    rewards apart (GDPO)."""
+    """Group-relative advantages (GRPO, arXiv:2402.03300; by options Dr. GRPO), also of several rewards apart (GDPO)."""
 
     provides = ("compares:grpo", "compares:gdpo", "needs-no-log-prob-pass")
 
