@@ -34,7 +34,7 @@ def made(kind, **more):
     with torch.no_grad():
         for parameter in model.parameters():  # so large that another rank's share shows; biases begin as zeros
             parameter.mul_(3).add_(0.01 * torch.randn_like(parameter))
-    return CausalModule(model.eval(), Temperature(0.8, 4))
+    return CausalModule(model.double().eval(), Temperature(0.8, 4))  # of float32 one rank itself is 5e-6 away
 
 
 def backward(module, batch):
@@ -59,8 +59,8 @@ def split_up(index, size, meeting, kind, options):
     mine = samples if ranks.data == 1 else samples[ranks.data_index :: 2]
     log_probs = backward(module, MicroBatch(Columns(), mine, CPU))
     add_up(module.model, module.partial, ranks.tensor.get_group())
-    norm = ShardedGradients("actor", module, ranks, 0.0).clip_by_norm()
     gradients = {name: whole(one.grad).numpy() for name, one in module.named_parameters()}
+    norm = ShardedGradients("actor", module.float(), ranks, 0.0).clip_by_norm()
     numbers = sum(one.to_local().numel() for one in module.parameters())
     ranks.wait()
     ranks.leave()
