@@ -134,7 +134,7 @@ def _messages(data: Mapping[str, Any], images: dict[str, bytes]) -> list[Message
         messages.append(readable({"role": "system", "content": instructions}, "instructions", images))
     for i, item in enumerate(items):
         if isinstance(item, dict) and item.get("type") == "reasoning":
-            continue  # another model's: here it is text
+            continue  # of another model: here reasoning is text
         message = readable(_message(item, f"input[{i}]"), f"input[{i}]", images)
         roles = [one["role"] for one in messages]
         if roles[-1:] == ["assistant"] and "tool_calls" in message:

@@ -58,7 +58,7 @@ class Asked:
         stream, include_usage: whether the answer is a stream of events, and whether the last one counts tokens.
         ignored: sampling parameters that the run does not follow.
         images: files of the messages' images by the names that stand for them there, SHA-256.
-        called_as: by the names of tools, what stands in the protocol's own form of a call, where that differs.
+        called_as: by the names of tools, what their calls say of themselves in the protocol's own form.
     """
 
     messages: tuple[Message, ...]
