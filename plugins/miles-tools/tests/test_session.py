@@ -395,6 +395,19 @@ def test_what_cannot_be_answered_rightly_is_refused(body, words):
     conversing(talk, Scripted("seven"))
 
 
+def test_a_developers_message_is_the_systems():
+    """Qwen3's template, as many, leaves out a message whose role it does not know, and says nothing."""
+    knows = ("{%- for message in messages %}{%- if message.role in ('system', 'user', 'assistant') %}"
+             "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+             "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
+
+    async def talk(client, _session, engine):
+        await client.ask([{"role": "developer", "content": "be brief"}, USER])
+        assert "system\nbe brief" in tokenizer().decode(engine.requests[0].input_ids)
+
+    conversing(talk, Scripted("7"), template=knows)
+
+
 def test_the_runs_sampling_parameters_win():
     async def talk(client, session, engine):
         status, headers, _ = await client({"messages": [USER], "temperature": 0, "top_p": 1, "seed": 1, "top_k": 0,

@@ -20,11 +20,13 @@ from miles_tools.session_request import (
     Asked,
     Refused,
     count,
+    function,
     functions,
     ignored,
     listed,
     loaded,
     readable,
+    section,
     stops,
 )
 from miles_tools.trajectory import Completion
@@ -47,11 +49,11 @@ def parse(body: bytes, sampling: SamplingParams) -> Asked:
     """
     data, images = loaded(body), dict[str, bytes]()
     choice = _choice(data.get("tool_choice"))
-    if data.get("output_format") or _object(data, "output_config").get("format"):
+    if data.get("output_format") or section(data, "output_config").get("format"):
         raise Refused(400, "a forced format would change what tokens are drawn from: say in the prompt what you want")
     raw = [*_system(data.get("system")),
            *(one for i, message in enumerate(listed(data)) for one in _messages(message, f"messages[{i}]"))]
-    thinks = _object(data, "thinking").get("type") not in (None, "disabled")
+    thinks = section(data, "thinking").get("type") not in (None, "disabled")
     return Asked(
         messages=tuple(readable(message, f"messages[{i}]", images) for i, message in enumerate(raw)), images=images,
         tools=_tools(data.get("tools")), calls=choice != "none",
@@ -68,7 +70,7 @@ def refusal(refused: Refused) -> dict[str, Any]:
                                        "message": full + refused.sentence}}
 
 
-def whole(completion: Completion) -> dict[str, Any]:
+def whole(completion: Completion, _chat: Asked) -> dict[str, Any]:
     """An answer in one piece."""
     return {**_head(completion), "content": _blocks(completion), "stop_reason": _reason(completion),
             "stop_sequence": completion.stopped_by,
@@ -92,13 +94,6 @@ def events(completion: Completion, _chat: Asked) -> Iterator[str]:
     yield _event("message_delta", delta={"stop_reason": _reason(completion), "stop_sequence": completion.stopped_by},
                  usage={"output_tokens": completion.completion_tokens})
     yield _event("message_stop")
-
-
-def _object(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = data.get(key) or {}
-    if not isinstance(value, dict):
-        raise Refused(400, f"{key} should be an object")
-    return value
 
 
 def _choice(choice: object) -> str:
@@ -172,13 +167,7 @@ def _tools(tools: object) -> tuple[Mapping[str, object], ...]:
     if not isinstance(tools, list) or not all(
             isinstance(tool, dict) and tool.get("type", "custom") == "custom" for tool in tools):
         raise Refused(400, "tools should be a list of {name, description, input_schema}; none is run here")
-    return functions([_function(tool) for tool in tools])
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    described = {"description": tool["description"]} if tool.get("description") else {}
-    return {"type": "function", "function": {"name": tool.get("name"), **described,
-                                             "parameters": tool.get("input_schema") or {"type": "object"}}}
+    return functions([function(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in tools])
 
 
 def _head(completion: Completion) -> dict[str, Any]:

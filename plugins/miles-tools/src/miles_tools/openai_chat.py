@@ -49,16 +49,25 @@ def _refuse_others(data: Mapping[str, object]) -> None:
     """What is not given here, where leaving it out would answer another question."""
     if data.get("n") not in (None, 1):
         raise Refused(400, "a session is one conversation: n should be 1", "unsupported_parameter")
+    refuse_forced(data, "response_format", data.get("response_format"))
+    if data.get("functions") or data.get("function_call"):
+        raise Refused(400, "functions are replaced by tools: use tools", "unsupported_parameter")
+
+
+def refuse_forced(data: Mapping[str, object], key: str, form: object) -> None:
+    """What would change the draw, and log-probs.
+
+    Raises:
+        Refused: 400, for log-probs, a forced tool, or the form that is asked for under this key.
+    """
     if data.get("logprobs") or data.get("top_logprobs"):
         raise Refused(400, "log-probs are kept for training and not given: leave logprobs out", "unsupported_parameter")
-    if (data.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise Refused(400, "a forced format would change what tokens are drawn from: leave response_format out, and "
-                           "say in the prompt what you want", "unsupported_parameter")
+    if (form or {"type": "text"}) != {"type": "text"}:
+        raise Refused(400, f"a forced format would change what tokens are drawn from: leave {key} out, and say in the "
+                           "prompt what you want", "unsupported_parameter")
     if data.get("tool_choice") not in (None, "auto", "none"):
         raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
                       "unsupported_parameter")
-    if data.get("functions") or data.get("function_call"):
-        raise Refused(400, "functions are replaced by tools: use tools", "unsupported_parameter")
 
 
 def refusal(refused: Refused) -> dict[str, Any]:
@@ -66,7 +75,7 @@ def refusal(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": refused.sentence, "type": refused.code, "code": refused.code, "param": None}}
 
 
-def whole(completion: Completion) -> dict[str, Any]:
+def whole(completion: Completion, _chat: Asked) -> dict[str, Any]:
     """An answer in one piece."""
     return {**_head(completion, "chat.completion"), "usage": _usage(completion), "choices": [
         {"index": 0, "message": _shown(completion), "logprobs": None, "finish_reason": completion.finish_reason}]}

@@ -58,6 +58,7 @@ class Asked:
         stream, include_usage: whether the answer is a stream of events, and whether the last one counts tokens.
         ignored: sampling parameters that the run does not follow.
         images: files of the messages' images by the names that stand for them there, SHA-256.
+        called_as: by the names of tools, what their calls say of themselves in the protocol's own form.
     """
 
     messages: tuple[Message, ...]
@@ -69,6 +70,7 @@ class Asked:
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
     images: Mapping[str, bytes] = field(default_factory=dict)
+    called_as: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def loaded(body: bytes) -> dict[str, Any]:
@@ -86,20 +88,34 @@ def loaded(body: bytes) -> dict[str, Any]:
     return data
 
 
-def listed(data: Mapping[str, Any]) -> list[Any]:
+def section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object in a request, empty where there is none.
+
+    Raises:
+        Refused: 400, something else is in its place.
+    """
+    value = data.get(key) or {}
+    if not isinstance(value, dict):
+        raise Refused(400, f"{key} should be an object")
+    return value
+
+
+def listed(data: Mapping[str, Any], key: str = "messages") -> list[Any]:
     """The messages of a request.
 
     Raises:
         Refused: 400, there are none.
     """
-    messages = data.get("messages")
+    messages = data.get(key)
     if not isinstance(messages, list) or not messages:
-        raise Refused(400, "messages should be a list of at least one message")
+        raise Refused(400, f"{key} should be a list of at least one message")
     return messages
 
 
 def readable(message: object, where: str, images: dict[str, bytes]) -> Message:
     """A message in one form: text as a string, no key without a value; what a client adds to it does not matter.
+
+    A developer's is the system's: that is OpenAI's newer word, and templates that do not know it leave the message out.
 
     Content with images is a list of parts, {"type": "text", "text": TEXT} and {"type": "image", "image": NAME}. An
     assistant's message is its content and its tool calls, whose arguments are text.
@@ -112,7 +128,8 @@ def readable(message: object, where: str, images: dict[str, bytes]) -> Message:
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(400, f"{where} should be an object with a role: {', '.join(ROLES)}")
-    cleaned: Message = {"role": message["role"], "content": _content(message.get("content"), where, images)}
+    role = "system" if message["role"] == "developer" else message["role"]
+    cleaned: Message = {"role": role, "content": _content(message.get("content"), where, images)}
     if message["role"] == "assistant":
         if message.get("function_call"):
             raise Refused(400, f"{where} has a function_call; write tool_calls")
@@ -161,6 +178,12 @@ def same(one: Message, other: Message) -> bool:
     """Whether two messages are one, however the arguments of their calls are written: a client may read 1.0 and write
     1."""
     return one == other or operator.eq(*for_template((one, other)))
+
+
+def function(name: object, description: object, parameters: object) -> dict[str, Any]:
+    """A tool as the chat template takes it."""
+    return {"type": "function", "function": {"name": name, **({"description": description} if description else {}),
+                                             "parameters": parameters or {"type": "object"}}}
 
 
 def functions(tools: object) -> tuple[Mapping[str, object], ...]:

@@ -3,6 +3,7 @@
     GET  /health                    whether it serves; needs no token
     GET  /v1/models                 the one model there is
     POST /v1/chat/completions       the next answer of the session whose token the request bears
+    POST /v1/responses              the same in the form of OpenAI's responses
     POST /v1/messages               the same in Anthropic's form
     POST /v1/messages/count_tokens  how many tokens its messages have
     POST /sessions/TOKEN/v1/...     the same, for clients that send a token of their own
@@ -25,7 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_tools import anthropic_messages, openai_chat
+from miles_tools import anthropic_messages, openai_chat, openai_responses
 from miles_tools.session import Session
 from miles_tools.session_request import MODEL, Refused
 
@@ -127,8 +128,8 @@ class SessionServer:
             raise Refused(403, f"requests have to be addressed to 127.0.0.1:{self.port}", "forbidden")
         handlers: dict[str, tuple[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
             "/health": ("GET", self._health), "/v1/models": ("GET", self._models),
-            "/v1/chat/completions": ("POST", self._complete), "/v1/messages": ("POST", self._complete),
-            "/v1/messages/count_tokens": ("POST", self._count)}
+            "/v1/chat/completions": ("POST", self._complete), "/v1/responses": ("POST", self._complete),
+            "/v1/messages": ("POST", self._complete), "/v1/messages/count_tokens": ("POST", self._count)}
         path = _SESSION.sub("", request.path)
         if path not in handlers:
             raise Refused(404, f"no such path {path}; known: {', '.join(handlers)}", "not_found")
@@ -163,7 +164,7 @@ class SessionServer:
             calls.discard(call)
         headers = {"x-miles-ignored": ", ".join(chat.ignored)} if chat.ignored else {}
         if not chat.stream:
-            return web.json_response(protocol.whole(completion), headers=headers)
+            return web.json_response(protocol.whole(completion, chat), headers=headers)
         return await _stream(request, protocol.events(completion, chat), headers)
 
     def _session(self, request: web.BaseRequest) -> Session:
@@ -204,7 +205,9 @@ async def _body(request: web.BaseRequest) -> bytes:
 
 def _protocol(request: web.BaseRequest) -> ModuleType:
     """By whose form a request is read and answered."""
-    return anthropic_messages if "/v1/messages" in request.path else openai_chat
+    if "/v1/messages" in request.path:
+        return anthropic_messages
+    return openai_responses if "/v1/responses" in request.path else openai_chat
 
 
 def _refusal(refused: Refused, protocol: ModuleType) -> web.Response:
