@@ -82,8 +82,7 @@ def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, obj
     ids = sample.tokens[len(sample.tokens) - length:].tolist() if "tokens" in sample.columns else []
     return {
         "prompt_uid": sample.prompt.uid, "row": sample.prompt.row, "index": sample.index,
-        "prompt": sample.prompt.text,
-        "images": images_of(sample.prompt, sample),
+        "prompt": sample.prompt.text, "images": images_of(sample.prompt, sample),
         "response": sample.text,
         "pieces": [*map(decode_piece, ids)],
         "token_ids": ids,
@@ -92,7 +91,8 @@ def _record(sample: Sample, decode_piece: Callable[[int], str]) -> dict[str, obj
         "versions": sample.columns.get("versions"),
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(score) for name, score in sample.rewards.items()},
-        "label": sample.prompt.label, "status": str(sample.status), "advantage": _advantage(sample)}
+        "label": sample.prompt.label, "status": str(sample.status), "advantage": _advantage(sample),
+        **sample.metadata.get("shown", {})}  # texts of a generator that began with others than the row's
 
 
 def _advantage(sample: Sample) -> float | None:

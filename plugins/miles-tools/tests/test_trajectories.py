@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from endpoint import TOOLED, USER, Scripted, conversing, new_session, prompt, serving, tokenizer
 from miles_tools.agent import numbered
+from miles_tools.template import Template
 
 from miles_core.columns import Columns
 from miles_core.types import Sample, Status
@@ -57,6 +58,8 @@ def test_a_branch_has_the_ids_of_what_it_goes_on_from():
         assert second.metadata["conversation"] == other and first.metadata["messages"] == other
         assert first.text == second.text == "D<|im_end|>"  # the agent is judged by what was answered last
         assert [one.metadata["figures"]["agent/turns"] for one in (first, second)] == [3, 2]
+        assert [one.metadata["shown"]["response"] for one in (first, second)] == ["C<|im_end|>", "D<|im_end|>"]
+        assert first.metadata["shown"]["prompt"] == Template(tokenizer(), {}).text([USER], "test")
         assert first.metadata["figures"]["agent/conversations"] == 2
 
     conversing(talk, Scripted(*"ABCD"), conversations=2)

@@ -35,6 +35,13 @@ def test_a_line_holds_the_sample(tmp_path, groups, decode):
     assert record["advantage"] == pytest.approx(float(sample.columns["advantages"][0]), abs=1e-6)
 
 
+def test_what_a_generator_shows_stands_in_place_of_the_rows_texts(tmp_path, groups, decode):
+    groups[0].metadata["shown"] = {"prompt": "what the model saw", "response": "its own answer"}
+    first, second, *_ = read_samples(write_samples(tmp_path_with_samples(tmp_path), "rollout", 0, groups, decode))
+    assert (first["prompt"], first["response"]) == ("what the model saw", "its own answer")
+    assert (second["prompt"], second["response"]) == (groups[1].prompt.text, groups[1].text)
+
+
 def tmp_path_with_samples(path):
     (path / "samples").mkdir()
     return path

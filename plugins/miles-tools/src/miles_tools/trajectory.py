@@ -111,6 +111,8 @@ class Trajectory:
         self._tools, self._context, self._matches = tools, context, matches
         self._transcript: Transcript | None = None
         self._last: Response | None = None
+        self._opening = ""
+        """What its first request was rendered to."""
         self._closed = False
         """Whether the last answer ended with a token that would stand for an image."""
         self.messages: list[Message] = []
@@ -150,6 +152,7 @@ class Trajectory:
         """A conversation that has all of this one up to an answer."""
         branch = Trajectory(self._prompt, self._name, self._generation, self._template, self._tools,
                             context=self._context, matches=self._matches)
+        branch._opening = self._opening
         branch.messages, branch.answers = self.messages[:answer.messages], self.answers[:self.answers.index(answer) + 1]
         branch._transcript = cast("Transcript", self._transcript).until(answer.end)  # there is one, with the answer
         branch._closed = self._closed and answer == self.answers[-1]
@@ -190,6 +193,8 @@ class Trajectory:
                                "is --plugin vision")
         messages = [self._harmless(message) for message in new]
         text = self._template.suffix_text(messages) if begun else self._template.text(messages, self._name)
+        if not begun:
+            self._opening = text
         turn = self._shown(text, images)
         return replace(turn, ids=self._template.joining(turn.ids, after=begun[-1])) if begun else turn
 
@@ -237,7 +242,7 @@ class Trajectory:
             if answer.order in trained:
                 begin, end = (place - transcript.prompt_length for place in (answer.begin, answer.end))
                 sample.columns["loss_mask"][begin:end] = 0
-        sample.metadata["messages"] = self.messages
+        sample.metadata |= {"messages": self.messages, "shown": {"prompt": self._opening, "response": text}}
         sample.metadata["figures"]["agent/turns"] = float(len(self.answers))
         return self._generation.on_response(sample, last)
 
