@@ -199,8 +199,7 @@ def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | Non
 
 
 def _unknown(flag: str, spellings: Spellings, surfaces: Sequence[Surface]) -> UnknownKeyError:
-    near = alike(flag, [*spellings, *NAMING], 0.7)
-    near += [one for surface in surfaces for one in surface.suggest(flag)]
+    near = [*alike(flag, [*spellings, *NAMING], 0.7), *(one for each in surfaces for one in each.suggest(flag))]
     remedy = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
     return UnknownKeyError(f"unknown flag {flag}", code="flag-unknown", fix=remedy or (
                            f"did you mean {max(near)[1]}?" if near else "see miles run --help"))

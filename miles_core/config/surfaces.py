@@ -96,5 +96,6 @@ def advice(surfaces: Iterable[Surface], name: str) -> str | None:
 
 def alike(flag: str, known: Sequence[str], cutoff: float) -> list[tuple[float, str]]:
     """The known flag that one resembles most, with how much; none where none is close."""
-    return [(difflib.SequenceMatcher(None, near, flag).ratio(), near)
-            for near in difflib.get_close_matches(flag, known, 1, cutoff)]
+    same = [one for one in known if "no-" in one or "--no-" not in flag]  # not what turns on for what turns off
+    near = difflib.get_close_matches(flag, same, 1, cutoff)
+    return [(difflib.SequenceMatcher(None, one, flag).ratio(), one) for one in near]

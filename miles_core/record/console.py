@@ -203,7 +203,7 @@ class Console:
     def _drawn(self) -> RenderableType:
         """The panel of now; rich's own thread asks for it, where an error would print a traceback."""
         try:
-            return self._panel()
+            return Group(self._panel(), "")  # the cursor is below it, where a terminal's ^C breaks no border
         except Exception as error:  # noqa: BLE001  see above
             return f"(the view failed: {type(error).__name__})"
 

@@ -42,7 +42,23 @@ def test_a_checkpoint_of_this_machine_is_there(plan, tmp_path, folder):
 
 
 def test_a_relative_name_may_be_planned_before_it_is_there(plan):
-    assert any("--hf-checkpoint models/tiny is not here" in note for note in plan().notes)
+    notes = plan("--eval-prompt-data", "held-out", "data/test.parquet", "--eval-interval", "1").notes
+    for named in ("--hf-checkpoint models/tiny", "data/train.jsonl", "data/test.parquet"):
+        assert len([note for note in notes if named in note and "a run has to have it" in note]) == 1, named
+
+
+def test_a_run_that_begins_anew_over_a_checkpoint_says_so(plan, tmp_path):
+    def told(*flags):
+        return [note for note in plan("--save", tmp_path, *flags).notes if f"--load {tmp_path}" in note]
+
+    assert not told()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert len(told()) == 1 and not told("--debug-rollout-only")
+    iteration = tmp_path / "iter_0000002"
+    iteration.mkdir()
+    for name in ("metadata.json", ".metadata", "common.pt", "0.distcp", "miles.json"):
+        (iteration / name).touch()
+    assert not told("--load", tmp_path)
 
 
 @pytest.mark.parametrize(("files", "message"), [

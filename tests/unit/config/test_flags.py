@@ -100,6 +100,7 @@ def test_every_field_of_megatron_core_is_a_flag_or_says_why_not(name):
     (["--rollout-batchsize", "3"], "did you mean --rollout-batch-size"),
     (["--eps-clp", "3"], "did you mean --eps-clip"),
     (["--tensor-model-paralel-size", "1"], "did you mean --tensor-model-parallel-size"),
+    (["--rm-type", "math", "--no-math.boxed-only"], "did you mean --math.no-boxed-only"),
     (["--multi-lora-backend-path", "a.b"], "one adapter"), (["--dumper-enable"], "hook microbatch"),
     (["--fp16"], "--bf16"),
     (["word"], "miles run"), (["--lr"], "one value"), (["--lr", "1", "2"], "one value"), (["--lr", "fast"], "float"),

@@ -126,6 +126,14 @@ def test_the_panel_shows_the_run(live):
     assert re.search("[▁▂▃▄▅▆▇█]{12}", last)
 
 
+def test_what_a_terminal_echoes_stands_below_the_panel(live):
+    """In its last line, which is full, ^C wraps into another, and the border above is drawn twice."""
+    view, terminal = live(width=80)
+    view.start({"run": "demo"}, 20)
+    view.stop("interrupted")
+    assert terminal.export_text().endswith("╯\n\n")
+
+
 def test_a_panel_of_80_columns_hides_no_figure(live):
     view, terminal = live(width=80)
     view.start({"run": "demo"}, 20)

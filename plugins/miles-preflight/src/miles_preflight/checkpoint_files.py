@@ -30,7 +30,6 @@ SHAPELESS = ("model_type", "hidden_act", "rms_norm_eps", "rope_theta", "rope_par
 
 def check_files(config: RunConfig) -> None:
     """
-
     Raises:
         CheckpointError: files of weights that are missing or cut short, or a reference that is another model.
     """

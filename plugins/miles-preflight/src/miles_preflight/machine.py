@@ -18,7 +18,6 @@ PATIENCE = 0.3
 
 def check_gpus(config: RunConfig) -> None:
     """
-
     Raises:
         ConfigError: more GPUs than there are and no cluster to find them in.
     """

@@ -35,7 +35,6 @@ def astray(path: str) -> bool:
 
 def check_paths(config: RunConfig, note: Note) -> None:
     """
-
     Raises:
         CheckpointError: --hf-checkpoint is none, or --load or --ref-load name no place to start from.
         ConfigError: weights that training cannot start from, or a place that cannot be written to.
@@ -43,7 +42,7 @@ def check_paths(config: RunConfig, note: Note) -> None:
     _hf_checkpoint(config, note)
     ref_load = config.checkpoint.ref_load
     if not config.debug.debug_rollout_only:
-        _resume(config)
+        _resume(config, note)
         if ref_load is not None:
             check_source(ref_load, f"{who(config, 'checkpoint.ref_load')}, {ref_load}")
     if (method := quantised(config)) and _starts_there(config):
@@ -128,12 +127,14 @@ def check_source(given: str, origin: str) -> None:
         raise _no_checkpoint(folder, f"neither config.json nor {TRACKER}", origin)
 
 
-def _resume(config: RunConfig) -> None:
+def _resume(config: RunConfig, note: Note) -> None:
     """--load is a folder that a run saved into, or the run's own --save, which may still be empty."""
-    load = config.checkpoint.load
-    if load is None or load == config.checkpoint.hf_checkpoint != config.checkpoint.save:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if save and save != load and (Path(save) / TRACKER).is_file():
+        note(f"--save {save} holds a checkpoint, and this run begins anew: --load {save} goes on from it")
+    if load is None or load == config.checkpoint.hf_checkpoint != save:
         return
-    folder, origin, own = Path(load), f"{who(config, 'checkpoint.load')}, {load}", load == config.checkpoint.save
+    folder, origin, own = Path(load), f"{who(config, 'checkpoint.load')}, {load}", load == save
     if (folder / TRACKER).is_file():
         _tracked(config, folder)
     elif folder.is_file() or astray(load) and not own:

@@ -43,7 +43,7 @@ class Preflight:
         check_files(config)
         check_tokenizer(config, note)
         check_lengths(config)
-        files = begun(plugins, config)
+        files = begun(plugins, config, note)
         check_rows(config, files, note)
         check_gpus(config)
         check_statements(plugins, config, files)

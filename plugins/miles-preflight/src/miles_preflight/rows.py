@@ -20,7 +20,7 @@ from miles_core.plugins.bind import bind
 from miles_core.plugins.select import Selected
 from miles_core.reading import apart, field_of, format_of, reading, sliced
 from miles_preflight.chat_template import RenderingTokenizer, check_prompt
-from miles_preflight.paths import astray
+from miles_preflight.paths import Note, astray
 from miles_preflight.tokenizer import check_present
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class File:
             return None
 
 
-def begun(plugins: Sequence[Selected], config: RunConfig) -> list[File]:
+def begun(plugins: Sequence[Selected], config: RunConfig, note: Note) -> list[File]:
     """The beginnings of the prompt files that are here, the training prompts' first.
 
     Raises:
@@ -86,7 +86,7 @@ def begun(plugins: Sequence[Selected], config: RunConfig) -> list[File]:
     if config.debug.load_debug_rollout_data or config.rollout.prompt_source not in OF_ROWS:
         return []
     words = {word for one in plugins for word in one.manifest.provides}
-    named = [one for one in _named(config) if f"made:{format_of(one[1])}" not in words and _here(*one)]
+    named = [one for one in _named(config) if f"made:{format_of(one[1])}" not in words and _here(*one, note)]
     if not named:
         return []
     from miles_core.stages.prompts import rows_of  # brings numpy
@@ -106,16 +106,19 @@ def _named(config: RunConfig) -> Iterator[tuple[str, str, Mapping[str, Any] | No
         yield who(config, key), dataset["path"], dataset
 
 
-def _here(key: str, path: str, dataset: Mapping[str, Any] | None) -> bool:
+def _here(key: str, path: str, dataset: Mapping[str, Any] | None, note: Note) -> bool:
     """
     Raises:
         DataError: a file is not, and cannot be meant to come later.
     """
     name = apart(path)[0]
-    if not _there(name) and (astray(name) or dataset is not None and not re.search("[./]", name)):
+    present = _there(name)
+    if not present and (astray(name) or dataset is not None and not re.search("[./]", name)):
         raise DataError("the prompt file does not exist", who=f"{key}, {name}", fix="check the path",
                         code="prompt-file-missing")
-    return _there(name)
+    if not present:
+        note(f"{key}: {name} is missing: its rows are not checked, and a run has to have it")
+    return present
 
 
 def _read(file: File, readers: Mapping[str, Callable[[str, int], Records]]) -> File:
@@ -148,7 +151,7 @@ def _there(name: str) -> bool:
     return bool(named) or Path(place).exists() or any(glob.iglob(place))
 
 
-def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], None]) -> None:
+def check_rows(config: RunConfig, files: Sequence[File], note: Note) -> None:
     """
     Raises:
         DataError: rows that lack what is read, or that model or scorer would be shown otherwise than they are meant.

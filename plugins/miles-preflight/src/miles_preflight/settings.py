@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
+from miles_preflight.paths import Note
 
-Note = Callable[[str], None]
 _TEXT, _WHOLE, _NUMBER, _TABLE = "a text", "a whole number from 1 on", "a number from 0 on", "a table"
 OF_DATASETS = {"name": _TEXT, "path": _TEXT, "input_key": _TEXT, "label_key": _TEXT, "rm_type": _TEXT,
                "n_samples": _WHOLE, "top_k": _WHOLE, "max_response_len": _WHOLE, "temperature": _NUMBER,

@@ -18,7 +18,6 @@ WRITTEN = ("checkpoint.save", "checkpoint.save_hf", "checkpoint.run_dir", "perf.
 
 def check_silent(config: RunConfig) -> None:
     """
-
     Raises:
         ConfigError: a run that would go on and be wrong, or that would write over what it reads.
     """
