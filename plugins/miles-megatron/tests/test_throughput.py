@@ -1,7 +1,8 @@
 """Rates of the trainer, against sums by hand."""
 
 import pytest
-from miles_megatron.throughput import Throughput, peak_tflops
+import torch
+from miles_megatron.throughput import Throughput, learnt_share, peak_tflops
 
 from miles_core.config import RunConfig
 from miles_core.config.tables import Perf
@@ -39,6 +40,21 @@ def test_two_steps_and_a_pass_over_two_ranks():
     assert found["perf/log_probs_tflops"] == pytest.approx(whole / 3 / 0.5 / 2 / 1e12)
     assert found["perf/actor_train_mfu"] == pytest.approx(found["perf/actor_train_tflops"] / 1e-6)
     assert rates.rates() == {}, "the next rollout begins with nothing"
+
+
+def test_frozen_matrices_have_no_gradients_to_compute(megatron):
+    """Of a step alone: 6 operations for each number of a matrix that trains, and 4 where its input's gradient is all."""
+    rates = Throughput(of_megatron(), ranks=1)
+    with torch.device("meta"):
+        frozen, adapter = torch.nn.Linear(8, 30, bias=False), torch.nn.Linear(8, 10)
+    frozen.requires_grad_(False)
+    rates.learnt = learnt_share([*frozen.parameters(), *adapter.parameters()])
+    assert rates.learnt == 80 / 320
+    rates.add({"perf/log_probs_time": 1.0}, [10])
+    rates.add({"perf/actor_train_time": 1.0}, [10])
+    found, attention = rates.rates(), 6 * 2 * 2 * 4 * 10**2
+    assert found["perf/log_probs_tflops"] == pytest.approx((6 * MATRICES * 10 + attention) / 3 / 1e12)
+    assert found["perf/actor_train_tflops"] == pytest.approx(((4 + 2 / 4) * MATRICES * 10 + attention) / 1e12)
 
 
 def test_a_window_makes_no_operations_beyond_itself(config):

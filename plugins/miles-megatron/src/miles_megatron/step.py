@@ -39,7 +39,7 @@ from miles_megatron.on_policy import SUSPECT
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
 from miles_megatron.scored import Scored, Temperature
-from miles_megatron.throughput import Throughput
+from miles_megatron.throughput import Throughput, learnt_share
 
 cpu.install()
 
@@ -81,6 +81,7 @@ class MegatronTrainer:
         with self._explained("load"):
             self.models = Models(self.config, self.hooks, self.rank)
             resume = self.models.load()
+        self.throughput.learnt = learnt_share(self.models.actor.parameters())
         logger.info("Loaded checkpoint from %s", resume.source)
         return resume
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from miles_core.config.tables import RunConfig
 from miles_megatron import estimate
+from miles_megatron.gradients import gathered
 from miles_megatron.heads import sizes_of
 
 PEAKS = {"GB300": 2500.0, "GB200": 2500.0, "B300": 2250.0, "B200": 2250.0, "GH200": 989.0, "H200": 989.0,
@@ -24,12 +25,30 @@ def peak_tflops(device: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device)), None)
 
 
+def learnt_share(parameters: Iterable[torch.Tensor]) -> float:
+    """Of the numbers in all ranks' matrices the share that has a gradient: with adapters next to nothing.
+
+    Every rank calls it, with its own parameters.
+    """
+    numbers = Counter({"all": 0, "learnt": 0})
+    for one in parameters:
+        if one.dim() > 1:
+            numbers.update(all=one.numel(), learnt=one.numel() * one.requires_grad)
+    sums = {name: sum(each) for name, each in gathered(numbers).items()}
+    return sums["learnt"] / max(sums["all"], 1)
+
+
 class Throughput:
     """The passes of one rollout, added up.
 
     Args:
         ranks: the trainer's. A sequence that context or tensor parallelism splits counts once.
+
+    Attributes:
+        learnt: share of the model's matrices that train, for the operations of actor_train.
     """
+
+    learnt = 1.0
 
     def __init__(self, config: RunConfig, ranks: int):
         size = sizes_of(config)
@@ -51,7 +70,7 @@ class Throughput:
 
         perf/NAME_tokens_per_gpu_per_sec and perf/NAME_tflops are per GPU (per rank where there is none), and
         perf/actor_train_mfu is the share of perf/mfu_peak_tflops. Operations are those of the model, without what is
-        recomputed (`estimate.flops`).
+        recomputed and without gradients of what is frozen (`estimate.flops`).
         """
         rates: dict[str, float] = {}
         for name, seconds in self._seconds.items():
@@ -59,7 +78,9 @@ class Throughput:
             rates[f"perf/{name}_tokens_per_gpu_per_sec"] = sum(lengths) / scale
             if self._size is not None:
                 met = estimate.active_parameters(self._size)
-                whole = sum(estimate.flops(n, parameters=met, attention=self._size.attention_of(n)) for n in lengths)
+                learnt = self.learnt if name == "actor_train" else 1
+                whole = sum(estimate.flops(n, parameters=met, attention=self._size.attention_of(n), learnt=learnt)
+                            for n in lengths)
                 rates[f"perf/{name}_tflops"] = PASSES[name] * whole / scale / 1e12
         if "actor_train" in self._seconds:
             rates["perf/actor_train_tok_per_s"] = sum(self._lengths["actor_train"]) / self._seconds["actor_train"]
