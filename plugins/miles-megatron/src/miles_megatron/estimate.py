@@ -354,7 +354,7 @@ def _logits(config: RunConfig, model: ModelDimensions, fused: bool) -> float:
     return max(forward, logits + table * FP32 + states * value)
 
 
-def flops(length: int, *, parameters: int, attention: int, learnt: float = 1) -> int:
+def flops(length: int, *, parameters: float, attention: float, learnt: float = 1) -> int:
     """Floating-point operations of one sequence, forward and backward, without recomputation.
 
         (4 + 2 x learnt) x parameters x length + 6 x attention x length^2
