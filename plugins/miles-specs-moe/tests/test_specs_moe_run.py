@@ -202,7 +202,7 @@ def test_layers_for_drafting_train_beside_the_policy(drafted, one):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
 def test_a_conversion_to_bfloat16_leaves_biases_and_tables_of_routers_their_dtype(checkpoint, tmp_path, family):
-    """As training does: in bfloat16 a bias would choose other experts, and tables of more than 256 hold other numbers."""
+    """As training does: in bfloat16 a bias chooses other experts, and numbers above 256 in a table are others."""
     from miles_core.cli import cli
 
     source, out, back = checkpoint(family), tmp_path / "dist", tmp_path / "hf"
