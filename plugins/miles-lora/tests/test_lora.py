@@ -67,11 +67,14 @@ def test_the_forward_with_adapters_is_that_of_the_merged_model(checkpoint, adapt
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, adapter, plan, one, kind):
-    """Also where the run begins with other adapters, and takes steps."""
+    """Also where the run begins with other adapters, and takes steps. Nor are gradients of the base counted as work."""
     flags = ("--use-kl-loss", "--kl-loss-coef", 0.1)
     base = one.train(plan(checkpoint(kind), *flags, "--lr", 0), rollouts())
     fresh = one.train(plan(checkpoint(kind), *flags, *LORA), rollouts())
     np.testing.assert_array_equal(column(fresh, "log_probs"), column(base, "log_probs"))
+    whole, without = (found["steps"][0]["perf/actor_train_tflops"] * found["steps"][0]["perf/actor_train_time"]
+                      for found in (base, fresh))
+    assert 2 / 3 * whole < without < 0.8 * whole
     warm = one.train(plan(checkpoint(kind), *flags, *LORA, "--lora-adapter-path", adapter(kind)), rollouts(2))
     again = one.train(plan(checkpoint(kind), *flags, "--lr", 0), rollouts(2))
     np.testing.assert_array_equal(column(warm, "ref_log_probs"), column(again, "ref_log_probs"))

@@ -1,7 +1,8 @@
 """Rates of the trainer, against sums by hand."""
 
 import pytest
-from miles_megatron.throughput import Throughput, peak_tflops
+import torch
+from miles_megatron.throughput import Throughput, Trained, peak_tflops
 
 from miles_core.config import RunConfig
 from miles_core.config.tables import Perf
@@ -39,6 +40,36 @@ def test_two_steps_and_a_pass_over_two_ranks():
     assert found["perf/log_probs_tflops"] == pytest.approx(whole / 3 / 0.5 / 2 / 1e12)
     assert found["perf/actor_train_mfu"] == pytest.approx(found["perf/actor_train_tflops"] / 1e-6)
     assert rates.rates() == {}, "the next rollout begins with nothing"
+
+
+def test_frozen_matrices_have_no_gradients_to_compute(megatron):
+    """In a step 6 operations for each number of a matrix that trains, and 4 where its input's gradient is all."""
+    rates = Throughput(of_megatron(), ranks=1)
+    with torch.device("meta"):
+        chunk = torch.nn.Sequential(torch.nn.Linear(8, 30).requires_grad_(False), torch.nn.Linear(30, 10))
+    rates.trained = Trained.of([chunk], 0)
+    assert rates.trained == Trained(300 / 540, 0)
+    rates.add({"perf/log_probs_time": 1.0}, [10])
+    rates.add({"perf/actor_train_time": 1.0}, [10])
+    found, attention = rates.rates(), 6 * 2 * 2 * 4 * 10**2
+    assert found["perf/log_probs_tflops"] == pytest.approx((6 * MATRICES * 10 + attention) / 3 / 1e12)
+    assert found["perf/actor_train_tflops"] == pytest.approx(((4 + 2 * 300 / 540) * MATRICES * 10 + attention) / 1e12)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_layers_that_predict_more_tokens_count_where_they_train(megatron, trains):
+    """A third layer, a projection [8, 16], and the output layer, for whose weight there is no gradient."""
+    rates, chunk = Throughput(of_megatron(), ranks=1), torch.nn.Module()
+    chunk.decoder, chunk.mtp = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).requires_grad_(trains)
+    assert Trained.of([chunk], 1) == Trained(1.0 if trains else 0.5, int(trains))
+    rates.trained = Trained(predictors=int(trains))
+    rates.add({"perf/log_probs_time": 1.0}, [10])
+    rates.add({"perf/actor_train_time": 1.0}, [10])
+    found, attention = rates.rates(), 6 * 2 * 4 * 10**2
+    assert found["perf/log_probs_tflops"] == pytest.approx((6 * MATRICES * 10 + 2 * attention) / 3 / 1e12)
+    layer = (MATRICES - 8 * 32) // 2 + 8 * 16
+    more = 10 * (6 * layer + 4 * 8 * 32) + attention if trains else 0
+    assert found["perf/actor_train_tflops"] == pytest.approx((6 * MATRICES * 10 + 2 * attention + more) / 1e12)
 
 
 def test_a_window_makes_no_operations_beyond_itself(config):

@@ -193,3 +193,16 @@ def test_folders_without_weights(hf_model, port, weights, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "absent.safetensors"}}')
     with pytest.raises(CheckpointError, match="absent.safetensors"):
         weights.load_hf(tmp_path, ours, weight_map)
+
+
+def test_layers_that_stay_behind_are_counted_where_config_json_counts_them(weights, tmp_path):
+    """Of a text model inside another, inside; engines look for the layers there."""
+    from miles_megatron.specs import WeightMap
+
+    weight_map = WeightMap((), heads=1, groups=1, head_dim=1, left=("mtp.",), left_counts=("mtp_num_hidden_layers",))
+    text = {"mtp_num_hidden_layers": 1, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    keys = weights.export_keys(tmp_path, weight_map)
+    assert keys["text_config"] == {**text, "mtp_num_hidden_layers": 0} and "mtp_num_hidden_layers" not in keys
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert weights.export_keys(tmp_path, weight_map)["mtp_num_hidden_layers"] == 0

@@ -171,7 +171,8 @@ def test_loss_and_gradient_are_those_of_transformers_layers(checkpoint, plan, on
 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
 def test_the_policy_trains_to_the_same_bits_with_and_without(checkpoint, plan, one, kind, more):
-    """Three steps of which each is clipped; the layers move; every metric but the loss's own is the same."""
+    """Three steps of which each is clipped; the layers move; every metric but the loss's own is the same. Layers that
+    train are work of the step, others none."""
     folder, rollouts = checkpoint("mtp", **kind), batches(3, vocab=SIZES["vocab_size"])
     kept, trained = (one.train(plan(folder, "--clip-grad", 0.01, *more, *flags), rollouts)
                      for flags in (("--plugin", "mtp"), TRAIN))
@@ -185,6 +186,8 @@ def test_the_policy_trains_to_the_same_bits_with_and_without(checkpoint, plan, o
         assert step["train/mtp_grad_norm"] > 0.01 and "train/mtp_loss" not in other
         for key in other.keys() - {"train/loss"}:
             assert key.startswith("perf/") or step[key] == other[key], key
+        work, less = (one["perf/actor_train_tflops"] * one["perf/actor_train_time"] for one in (step, other))
+        assert work > 1.05 * less
 
 
 def test_fresh_layers_are_drawn_whatever_becomes_of_the_others(checkpoint, plan, one):

@@ -22,6 +22,7 @@ MODEL = WeightMap((
     Rule("decoder.layers.{layer}.self_attention.linear_proj.weight", ("model.layers.{layer}.self_attn.o_proj.weight",),
          layers=(0, 1, 2)),
 ), heads=4, groups=2, head_dim=8)  # fmt: skip
+LEFT = replace(MODEL, left=("model.layers.3.",), left_counts=("num_nextn_predict_layers",))
 
 PUBLISHED = {
     # Qwen/Qwen3-Next-80B-A3B-Instruct
@@ -104,3 +105,13 @@ def test_options_that_cannot_be_meant_are_refused(options, said):
     config = replace(with_values(RunConfig(), "test"), surfaces={"megatron": {}})
     with pytest.raises(ConfigError, match=said):
         Mtp(MtpOptions(**options), config)
+
+
+@pytest.mark.parametrize("scheme", ["mtp", "nextn"])
+def test_an_export_with_the_layers_counts_them_by_whatever_names(tmp_path, scheme):
+    """add-mtp gives DeepSeek-V3 other names than its release has, of which the family says that they stay behind."""
+    from miles_megatron.weights import export_keys
+
+    (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
+    assert export_keys(tmp_path, LEFT)["num_nextn_predict_layers"] == 0
+    assert "num_nextn_predict_layers" not in export_keys(tmp_path, Layers(1, scheme, True).added(LEFT))

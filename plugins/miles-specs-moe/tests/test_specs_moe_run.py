@@ -200,6 +200,23 @@ def test_layers_for_drafting_train_beside_the_policy(drafted, one):
     assert not np.array_equal(found["weights"][name], load_file(drafted / "drafts.safetensors")[name])
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
+def test_a_conversion_to_bfloat16_leaves_biases_and_tables_of_routers_their_dtype(checkpoint, tmp_path, family):
+    """As training does: in bfloat16 a bias chooses other experts, and numbers above 256 in a table are others."""
+    from miles_core.cli import cli
+
+    source, out, back = checkpoint(family), tmp_path / "dist", tmp_path / "hf"
+    cli(["convert", "hf-to-dist", str(source), str(out), "--dtype", "bfloat16"], standalone_mode=False)
+    cli(["convert", "dist-to-hf", str(out), str(back), "--hf-checkpoint", str(source), "--dtype", "bfloat16"],
+        standalone_mode=False)
+    before, after = tensors(source), tensors(back)
+    kept = {name for name in before if name.endswith(("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid"))}
+    assert kept and before.keys() == after.keys()
+    for name, tensor in before.items():
+        expected = tensor if name in kept else tensor.bfloat16()
+        assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
+
+
 def test_a_conversion_announces_layers_for_drafting_and_counts_none_that_it_lacks(drafted, tmp_path, caplog):
     """The files and their config.json agree, and with the plugin mtp nothing is lost."""
     from miles_core.cli import cli

@@ -34,7 +34,7 @@ INSIDE = "model.language_model."
 def folder(tmp_path_factory):
     """A random checkpoint, its tensors as the releases have them."""
     found, case = tmp_path_factory.mktemp("qwen3_5_moe"), CASES["qwen3_5_moe"]
-    text = {**case.config["text_config"], **WORDS}
+    text = {**case.config["text_config"], **WORDS, "mtp_num_hidden_layers": 1}
     random_model(Case("qwen3_5_moe", "tiny", {**case.config, "text_config": text})).save_pretrained(found)
     whole = packed_experts(tensors(found))
     draw, hidden = torch.Generator().manual_seed(0), TINY["hidden_size"]
@@ -62,7 +62,8 @@ def test_a_run_trains_the_text_model_and_carries_the_tower(folder, tmp_path):
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
     assert after.keys() == {name for name in before if not name.startswith("mtp.")}
-    assert json.loads((tmp_path / "run" / "hf" / "config.json").read_text())["model_type"] == "qwen3_5_moe"
+    keys = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert keys["model_type"] == "qwen3_5_moe" and keys["text_config"]["mtp_num_hidden_layers"] == 0
     tower = [name for name in before if name.startswith("model.visual.")]
     assert tower and all(torch.equal(before[name], after[name]) for name in tower)
     for name in ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_a.weight", "mlp.experts.gate_up_proj"):

@@ -28,6 +28,8 @@ _LINEAR = re.compile(rf"^(?!{TOWERS})" r".*\.layers\.\d+\."
                      r"(?:self_attn\.(?:[qkvo]|qkv)_proj|(?:[\w.]*\.)?(?:gate|up|down|gate_up)_proj)\.weight$")
 _FUSED_EXPERTS = re.compile(r"(\.layers\.\d+\.(?:[\w.]*\.)?experts)\.\w+$")
 """Experts that are one tensor, which is not called a weight."""
+_TABLE = re.compile(r"embed(?!.*proj)")
+"""Embeddings, which are no linear layers; what projects them is one."""
 _NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
 _FUSED = {"gate_proj": "(gate|gate_up)_proj", "up_proj": "(up|gate_up)_proj"}
 """Engines that keep two projections as one look that name up, too."""
@@ -138,7 +140,7 @@ def ignored(names: Collection[str], packed: Collection[str]) -> list[str]:
         fused = _FUSED_EXPERTS.search(name)
         module = name[: fused.end(1)] if fused else name.removesuffix(".weight")
         leaf = module.rpartition(".")[2]
-        if name in packed or not (fused or name.endswith(".weight")) or "norm" in leaf or leaf.startswith("embed"):
+        if name in packed or not (fused or name.endswith(".weight")) or "norm" in leaf or _TABLE.match(leaf):
             continue
         if not any(re.match(pattern.removeprefix("re:"), module) for pattern in patterns):
             patterns[_pattern(module, quantised)] = None

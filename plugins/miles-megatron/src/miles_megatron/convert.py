@@ -63,7 +63,7 @@ class Job:
         target: an empty folder that the caller makes and publishes.
         spec, weight_map: the architecture.
         selected, config: the plugins that may add to the model, and what they are configured with.
-        dtype: of what is written; None keeps each tensor's own.
+        dtype: of the weights that are written; None keeps each one's own, as buffers do.
         shard_bytes: most bytes of a file of weights, unless one parameter alone has more; to Hugging Face only.
         companions: the Hugging Face directory of config.json and tokenizer; to Hugging Face only.
     """
@@ -86,6 +86,7 @@ class Parameter:
     Args:
         hf: HF name -> shape of the tensors that it is made of, in order.
         entry: where it lies in a torch_dist checkpoint; its `data` is on the meta device.
+        buffer: it is no weight, such as a router's bias or table, and keeps its dtype.
         dtype: of what is written.
         place: of its first byte in the source: file and offset.
     """
@@ -93,6 +94,7 @@ class Parameter:
     rule: Rule
     hf: Mapping[str, list[int]]
     entry: ShardedTensor | ShardedTensorFactory
+    buffer: bool = False
     dtype: torch.dtype = torch.float32
     place: tuple[str, int] = ("", 0)
 
@@ -143,6 +145,10 @@ class Conversion:
         for count in self._steps:
             self._done += count
         return self._conclude(), sum(one.nbytes for one in self.parameters)
+
+    def _dtype(self, one: Parameter, stored: torch.dtype) -> torch.dtype:
+        """Of what is written of a parameter that the source has in another."""
+        return stored if one.buffer or self.job.dtype is None else self.job.dtype
 
     def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
         """The parameters in the order of the source's files, after a check that they are all there."""
@@ -259,11 +265,12 @@ def _parameters(job: Job) -> list[Parameter]:
             model = hooks.build_model(model, spec, folder, checkpoint.ACTOR, weight_map)
     stored = checkpoint.others(job.source)
     (entries,) = checkpoint.sharded_entries([model], None, loading=True, named_as=stored).values()
-    by_name = {}
+    by_name, tensors = {}, weights.global_parameters(model)
     for ours, rule, names in weights.instances(weight_map):
         if ours in entries:
             shapes = weights.hf_shapes(rule, entries[ours].data, weight_map)
-            by_name[ours] = Parameter(rule, dict(zip(names, shapes, strict=True)), entries[ours])
+            by_name[ours] = Parameter(rule, dict(zip(names, shapes, strict=True)), entries[ours],
+                                      buffer=not isinstance(tensors[ours], torch.nn.Parameter))
     if unmapped := sorted(entries.keys() - by_name.keys()):
         raise ConfigError("no rule of the weight map fills these parameters", got=shards.few(unmapped),
                           fix="add rules to the family's weight_map", code="parameters-unmapped")

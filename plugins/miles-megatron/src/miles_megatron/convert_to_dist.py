@@ -53,7 +53,7 @@ class ToDist(Conversion):
         places = [self._read_packed.places[name] for name in one.hf]
         parts = [self._stored[place.name] for place in places]
         dtypes = [place.dtype(part.dtype) for place, part in zip(places, parts, strict=True)]
-        dtype = self.job.dtype or functools.reduce(torch.promote_types, dtypes)
+        dtype = self._dtype(one, functools.reduce(torch.promote_types, dtypes))
         return dataclasses.replace(one, dtype=dtype, place=(parts[0].file.name, parts[0].offset))
 
     def _units(self) -> list[Parameter]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from miles_core.errors import CheckpointError
-from miles_megatron import checkpoint, cpu, hf_config, index, shards, tensor_merges, weights
+from miles_megatron import checkpoint, cpu, index, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 from miles_megatron.disk_names import Layout, carried, carried_files, disk_layout, packed_with, to_disk
 
@@ -63,7 +63,7 @@ class ToHuggingFace(Conversion):
     def _place(self, one: Parameter) -> Parameter:
         piece = one.pieces(one.entry.data)[0]
         storage = self._index.storage_data[self._reads(piece)[0].storage_index]
-        dtype = self.job.dtype or self._index.state_dict_metadata[piece.key].properties.dtype
+        dtype = self._dtype(one, self._index.state_dict_metadata[piece.key].properties.dtype)
         return dataclasses.replace(one, dtype=dtype, place=(storage.relative_path, storage.offset))
 
     def _units(self) -> list[_File]:
@@ -134,9 +134,8 @@ class ToHuggingFace(Conversion):
         dist.barrier()  # every file is there
         if self.rank.index == 0:
             largest = max(self.parameters, key=lambda one: one.nbytes)
-            plain = hf_config.without_quantization(self.job.companions)
             copy_companions(self.job.companions, self.job.target, largest.dtype,
-                            plain | weights.without_left(self.job.weight_map))
+                            weights.export_keys(self.job.companions, self.job.weight_map))
             names, total = [[*self._layout(file)] for file in self._files], sum(file.nbytes for file in self._files)
             if self._carried:
                 names, total = [*names, [*self._carried]], total + self._carry()

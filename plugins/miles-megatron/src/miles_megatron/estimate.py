@@ -354,10 +354,10 @@ def _logits(config: RunConfig, model: ModelDimensions, fused: bool) -> float:
     return max(forward, logits + table * FP32 + states * value)
 
 
-def flops(length: int, *, parameters: int, attention: int) -> int:
+def flops(length: int, *, parameters: float, attention: float, learnt: float = 1) -> int:
     """Floating-point operations of one sequence, forward and backward, without recomputation.
 
-        6 x parameters x length + 6 x attention x length^2
+        (4 + 2 x learnt) x parameters x length + 6 x attention x length^2
 
     A multiply-add is 2 operations and a backward pass twice a forward one. The first term is that of the matrices; the
     second that of scores and weighted values, halved because a token sees only those before it (Chowdhery et al.,
@@ -368,8 +368,9 @@ def flops(length: int, *, parameters: int, attention: int) -> int:
         parameters: of all matrices that a token is multiplied with, the output layer's included; of a mixture of
             experts, those of the experts that a token goes to.
         attention: layers x heads x size of a head.
+        learnt: share of the parameters that have a gradient; a frozen matrix only hands its input's on.
     """
-    return 6 * length * (parameters + attention * length)
+    return round(2 * length * ((2 + learnt) * parameters + 3 * attention * length))
 
 
 def mixing(size: Architecture) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.stages.models import Model
 from miles_core.stages.step import Resume
 from miles_core.types import Rank
-from miles_megatron import cpu, engine_weights, estimate, hf_config, weights
+from miles_megatron import cpu, engine_weights, estimate, weights
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
@@ -241,9 +241,8 @@ class Models:
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
         whole = itertools.chain(stream, carried(self.actor.folder, self.actor.weight_map))
-        plain = hf_config.without_quantization(self.actor.folder)
         weights.export_hf(folder, self.actor.folder, whole, beside=True,
-                          config=plain | weights.without_left(self.actor.weight_map))
+                          config=weights.export_keys(self.actor.folder, self.actor.weight_map))
 
 
 def empty_cache() -> None:

@@ -39,7 +39,7 @@ from miles_megatron.on_policy import SUSPECT
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
 from miles_megatron.scored import Scored, Temperature
-from miles_megatron.throughput import Throughput
+from miles_megatron.throughput import Throughput, Trained
 
 cpu.install()
 
@@ -81,6 +81,8 @@ class MegatronTrainer:
         with self._explained("load"):
             self.models = Models(self.config, self.hooks, self.rank)
             resume = self.models.load()
+        actor = self.models.actor
+        self.throughput.trained = Trained.of(actor.chunks, actor.settings.mtp_num_layers or 0)
         logger.info("Loaded checkpoint from %s", resume.source)
         return resume
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,11 +156,17 @@ def check_tied(folder: str | Path, read: PlainReaders, weight_map: WeightMap) ->
                               "config.json to train both, or remove lm_head.weight from the files")
 
 
-def without_left(weight_map: WeightMap) -> dict[str, object]:
-    """Keys of config.json for a checkpoint that is written without the tensors that the model leaves."""
-    if any(name.startswith(weight_map.left) for _, _, names in instances(weight_map) for name in names):
-        return {}
-    return dict.fromkeys(weight_map.left_counts, 0)
+def export_keys(folder: Path, weight_map: WeightMap) -> dict[str, Any]:
+    """Keys that config.json has otherwise in an export of the model, None for one that goes: nothing is quantised, and
+    tensors that the model leaves in the folder are none.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+    """
+    keys = hf_config.without_quantization(folder)
+    if not any(name.startswith(weight_map.left) for _, _, names in instances(weight_map) for name in names):
+        keys.get("text_config", keys).update(dict.fromkeys(weight_map.left_counts, 0))
+    return keys
 
 
 def known_by() -> str:

@@ -97,8 +97,8 @@ class Layers:
         return tuple(self.names.layer.format(k=k, n=depth + k) for k in range(self.count))
 
     def added(self, weight_map: WeightMap) -> WeightMap:
-        """The map with these layers."""
-        return replace(weight_map, rules=(*weight_map.rules, *self.names.rules(weight_map, self.count)),
+        """The map with these layers, which what is written has as well, by whatever names."""
+        return replace(weight_map, rules=(*weight_map.rules, *self.names.rules(weight_map, self.count)), left_counts=(),
                        ignored=weight_map.ignored | self.names.unread(weight_map, self.count))
 
 

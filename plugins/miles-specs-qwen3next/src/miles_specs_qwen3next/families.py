@@ -12,6 +12,8 @@ from miles_megatron.specs import Attention, Packed, Rule
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 _INSIDE = ("model.", "model.language_model.")
 """The text model's names, and the same beside a vision tower."""
+_COUNT = "mtp_num_hidden_layers"
+"""Key of Qwen3.5's layers for multi-token prediction, which transformers does not have."""
 
 
 def qwen3_next(hf: Any) -> Decoder:
@@ -39,7 +41,8 @@ def qwen3_5(hf: Any) -> Decoder:
     inside = any(name.startswith(_INSIDE[1]) for name in names) if names else text.model_type != hf.model_type
     mixture = _mixture(text, tuple(range(text.num_hidden_layers)), True) if hasattr(text, "num_experts") else None
     return _decoder(
-        text, _apart, stacked_gated_delta_net, mixture, left=("mtp.",), renamed=(_INSIDE,) if inside else (),
+        text, _apart, stacked_gated_delta_net, mixture, left=("mtp.",),
+        left_counts=(_COUNT,) * bool(getattr(text, _COUNT, 0)), renamed=(_INSIDE,) if inside else (),
         carried=("model.visual.",), packed=_packed(text, names) if mixture else (),
     )  # fmt: skip
 

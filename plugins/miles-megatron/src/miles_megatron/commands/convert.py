@@ -50,7 +50,8 @@ def _shared(function: Callable) -> Callable:
         click.option("--option", "options", multiple=True, metavar="PLUGIN.KEY=VALUE",
                      help="An option that the run gave one of these plugins; may be repeated."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-                     help="Of what is written; default: as it is read."),
+                     help="Of the weights that are written; default: as they are read. Biases and tables of routers "
+                          "keep theirs."),
     ):
         function = option(function)
     return function
