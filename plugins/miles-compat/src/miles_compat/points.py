@@ -101,7 +101,7 @@ POINTS = (
     Point(27, ("--custom-update-weight-post-write-path",), SUPPORTED, "with `--weight-sync disk` or `disk-delta`"),
     Point(28, ("--sglang-custom-pull-weights-pre-read-hook",), NOT_HERE),
     Point(29, ("--session-message-matcher",), TAKEN, "Its three names, or a function `same(old, new) -> bool`."),
-    Point(30, ("--session-sample-picker-path",), SUPPORTED, "of a session that is one conversation"),
+    Point(30, ("--session-sample-picker-path",), SUPPORTED, "several samples with `--agent-conversations`"),
     Point(31, ("--session-sample-postprocessor-path",), SUPPORTED),
     Point(32, ("--multi-lora-backend-path",), NOT_HERE),
     Point(33, ("--multi-lora-http-server-path",), NOT_HERE),
