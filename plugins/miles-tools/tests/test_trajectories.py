@@ -95,6 +95,21 @@ def test_answers_that_are_asked_for_at_once_supersede_nothing():
     conversing(talk, Scripted(*"ABC"), conversations=2)
 
 
+def test_a_branch_that_waits_for_its_answer_is_no_sample():
+    async def talk(client, session, engine):
+        begun = await say(client, USER)
+        engine.gate.clear()
+        both = [asyncio.create_task(say(client, *begun, message)) for message in (SURE, AGAIN)]
+        async with asyncio.timeout(10):
+            while len(engine.requests) < 3:
+                await asyncio.sleep(0.01)
+        assert texts(session) == [["A"]]
+        engine.gate.set()
+        await asyncio.gather(*both)
+
+    conversing(talk, Scripted(*"ABC"), conversations=2)
+
+
 @pytest.mark.parametrize("anew", [
     lambda begun: ([OTHER, USER], []),  # an agent that it sends out
     lambda begun: ([{"role": "user", "content": "so far: 3+4 is A"}], []),  # a summary

@@ -249,7 +249,7 @@ def _kept(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     latest: dict[int, int] = {}
     for answer in (answer for one in trajectories for answer in one.answers):
         latest[answer.request] = max(answer.before, latest.get(answer.request, 0))
-    return [one for one in trajectories if one.answers and _newest(one) not in followed
+    return [one for one in trajectories if one.answered and _newest(one) not in followed
             and latest[one.answers[-1].request] <= _newest(one)]
 
 

@@ -122,6 +122,11 @@ class Trajectory:
         """Whether a request found no room in the context, or an answer behind which nothing may stand."""
 
     @property
+    def answered(self) -> bool:
+        """Whether an answer was drawn here; a branch begins with those of what it goes on from."""
+        return self._last is not None
+
+    @property
     def ids(self) -> Sequence[int]:
         """All that there are."""
         return () if self._transcript is None else self._transcript.ids
