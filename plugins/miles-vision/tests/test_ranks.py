@@ -51,12 +51,15 @@ TENSOR = ("--fsdp.tensor-parallel-size", "2")
 def test_ranks_with_and_without_images_are_one(train, kind, flags, layout):
     one, two = train(kind, 1, MIXED, *flags), train(kind, 2, MIXED, *flags, *layout)
     pairs = list(zip(one["steps"], two["steps"], strict=True))
-    loss = max(abs(a["train/loss"] - b["train/loss"]) for a, b in pairs)
+    losses = [abs(a["train/loss"] - b["train/loss"]) for a, b in pairs]
     norm = max(abs(b["train/grad_norm"] / a["train/grad_norm"] - 1) for a, b in pairs)
     weights = max(float(np.abs(two["weights"][name] - value).max()) for name, value in one["weights"].items())
-    print(f"\n{kind} loss {loss:.1e}, norm {norm:.1e}, weights {weights:.1e}")
+    print(f"\n{kind} loss {max(losses):.1e}, norm {norm:.1e}, weights {weights:.1e}")
     assert len(pairs) == 6 and one["weights"].keys() == two["weights"].keys()
-    assert loss <= LOSS and norm <= 1e-5 and weights <= WEIGHTS
+    # Shared projections are added up in another order. The norm of one rank's first gradient differs by 3e-6 between
+    # instruction sets already, so later losses are as far apart as weights may be.
+    assert losses[0] <= LOSS and max(losses) <= (WEIGHTS if layout else LOSS)
+    assert norm <= 1e-5 and weights <= WEIGHTS
 
 
 @pytest.mark.parametrize("flags", [(), FROZEN], ids=["trained", "frozen"])
