@@ -130,6 +130,21 @@ class Client:
         assert status == 200, text
         return json.loads(text)
 
+    async def leave(self, messages, session, engine):
+        """Ask, and go away once the engine is at it, whose gate is to be closed."""
+        asked = len(engine.requests)
+        body = json.dumps({"messages": messages}).encode()
+        head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.server.port}\r\n"
+                f"Authorization: Bearer {self.key}\r\nContent-Length: {len(body)}\r\n\r\n")
+        _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        writer.write(head.encode() + body)
+        async with asyncio.timeout(10):
+            while len(engine.requests) == asked:
+                await asyncio.sleep(0.01)
+            writer.close()
+            while session.busy:
+                await asyncio.sleep(0.01)
+
     async def refused(self, body, status, words):
         """The error of a request that is not."""
         found, headers, text = await self(body)

@@ -249,24 +249,11 @@ def test_two_requests_at_once_are_no_conversation():
 
 def test_a_client_that_goes_away_may_ask_again():
     """Its call is cancelled and leaves no trace: the tokens are those of a client that stayed."""
-    async def leave(client, engine, messages):
-        body = json.dumps({"messages": messages}).encode()
-        head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{client.server.port}\r\n"
-                f"Authorization: Bearer {client.key}\r\nContent-Length: {len(body)}\r\n\r\n")
-        asked = len(engine.requests)
-        with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
-            connection.sendall(head.encode() + body)
-            while len(engine.requests) == asked:
-                await asyncio.sleep(0.01)
-
     async def talk(client, session, engine):
         first = (await client.ask([USER]))["choices"][0]["message"]
         messages = [USER, first, {"role": "user", "content": "sure?"}]
         engine.gate.clear()
-        await leave(client, engine, messages)
-        async with asyncio.timeout(10):
-            while session.busy:
-                await asyncio.sleep(0.01)
+        await client.leave(messages, session, engine)
         engine.gate.set()
         await client.ask(messages)
         assert engine.requests[1] == engine.requests[2]  # ids, parameters and key of its draws

@@ -1,11 +1,10 @@
 """Several conversations of one agent: what goes on with what, and which answers are trained on where."""
 
 import asyncio
-import json
 
 import numpy as np
 import pytest
-from endpoint import TOOLED, USER, Scripted, conversing, new_session, prompt, serving, tokenizer
+from endpoint import TOOLED, USER, Scripted, conversing, prompt, tokenizer
 from miles_tools.agent import numbered
 from miles_tools.template import Template
 
@@ -14,6 +13,17 @@ from miles_core.types import Sample, Status
 
 SURE, AGAIN = {"role": "user", "content": "sure?"}, {"role": "user", "content": "again"}
 OTHER = {"role": "system", "content": "be another"}
+
+
+async def at_once(client, engine, *conversations):
+    """Calls that are under way, and wait at the engine's gate."""
+    before = len(engine.requests)
+    engine.gate.clear()
+    calls = [asyncio.create_task(say(client, *messages)) for messages in conversations]
+    async with asyncio.timeout(10):
+        while len(engine.requests) < before + len(calls):
+            await asyncio.sleep(0.01)
+    return calls
 
 
 async def say(client, *messages, **more):
@@ -82,11 +92,7 @@ def test_what_is_asked_for_again_is_superseded():
 def test_answers_that_are_asked_for_at_once_supersede_nothing():
     async def talk(client, session, engine):
         begun = await say(client, USER)
-        engine.gate.clear()
-        both = [asyncio.create_task(say(client, *begun, message)) for message in (SURE, AGAIN)]
-        async with asyncio.timeout(10):
-            while len(engine.requests) < 3:
-                await asyncio.sleep(0.01)
+        both = await at_once(client, engine, [*begun, SURE], [*begun, AGAIN])
         engine.gate.set()
         await asyncio.gather(*both)
         assert texts(session) == [["A", "B"], ["C"]]
@@ -98,11 +104,7 @@ def test_answers_that_are_asked_for_at_once_supersede_nothing():
 def test_a_branch_that_waits_for_its_answer_is_no_sample():
     async def talk(client, session, engine):
         begun = await say(client, USER)
-        engine.gate.clear()
-        both = [asyncio.create_task(say(client, *begun, message)) for message in (SURE, AGAIN)]
-        async with asyncio.timeout(10):
-            while len(engine.requests) < 3:
-                await asyncio.sleep(0.01)
+        both = await at_once(client, engine, [*begun, SURE], [*begun, AGAIN])
         assert texts(session) == [["A"]]
         engine.gate.set()
         await asyncio.gather(*both)
@@ -152,31 +154,18 @@ def test_a_conversation_that_is_full_goes_on_as_its_summary():
 
 
 def test_a_branch_whose_client_goes_away_leaves_nothing():
-    async def run():
-        engine = Scripted(*"ABC")
-        session = new_session(engine, conversations=3)
-        async with serving(session) as client:
-            begun = await say(client, USER)
-            await say(client, *begun, SURE)
-            engine.gate.clear()
-            body = json.dumps({"messages": [*begun, AGAIN]}).encode()
-            head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{client.server.port}\r\n"
-                    f"Authorization: Bearer {client.key}\r\nContent-Length: {len(body)}\r\n\r\n")
-            _, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
-            writer.write(head.encode() + body)
-            async with asyncio.timeout(10):
-                while not session.busy:
-                    await asyncio.sleep(0.01)
-                writer.close()
-                while session.busy:
-                    await asyncio.sleep(0.01)
-            engine.gate.set()
-            assert texts(session) == [["A", "B"]]
-            await say(client, *begun, AGAIN)
-            assert texts(session) == [["A", "B"], ["C"]]
-            assert engine.requests[2] == engine.requests[3]
+    async def talk(client, session, engine):
+        begun = await say(client, USER)
+        await say(client, *begun, SURE)
+        engine.gate.clear()
+        await client.leave([*begun, AGAIN], session, engine)
+        engine.gate.set()
+        assert texts(session) == [["A", "B"]]
+        await say(client, *begun, AGAIN)
+        assert texts(session) == [["A", "B"], ["C"]]
+        assert engine.requests[2] == engine.requests[3]
 
-    asyncio.run(run())
+    conversing(talk, Scripted(*"ABC"), conversations=3)
 
 
 def test_the_samples_of_a_group_say_of_which_rollout_they_are():

@@ -26,6 +26,7 @@ from miles_tools.session_request import (
     listed,
     loaded,
     readable,
+    refuse_forced,
     section,
     stops,
 )
@@ -48,9 +49,9 @@ def parse(body: bytes, sampling: SamplingParams) -> Asked:
         Refused: 400, not JSON, malformed, or asking for what a session does not give.
     """
     data, images = loaded(body), dict[str, bytes]()
-    choice = _choice(data.get("tool_choice"))
-    if data.get("output_format") or section(data, "output_config").get("format"):
-        raise Refused(400, "a forced format would change what tokens are drawn from: say in the prompt what you want")
+    choice = data.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    refuse_forced(choice, "output_format", data.get("output_format") or section(data, "output_config").get("format"))
     raw = [*_system(data.get("system")),
            *(one for i, message in enumerate(listed(data)) for one in _messages(message, f"messages[{i}]"))]
     thinks = section(data, "thinking").get("type") not in (None, "disabled")
@@ -94,13 +95,6 @@ def events(completion: Completion, _chat: Asked) -> Iterator[str]:
     yield _event("message_delta", delta={"stop_reason": _reason(completion), "stop_sequence": completion.stopped_by},
                  usage={"output_tokens": completion.completion_tokens})
     yield _event("message_stop")
-
-
-def _choice(choice: object) -> str:
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none")
-    return str(kind)
 
 
 def _system(system: object) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from miles_tools.session_request import (
     listed,
     loaded,
     readable,
+    refuse_forced,
     stops,
 )
 from miles_tools.trajectory import Completion
@@ -49,25 +50,20 @@ def _refuse_others(data: Mapping[str, object]) -> None:
     """What is not given here, where leaving it out would answer another question."""
     if data.get("n") not in (None, 1):
         raise Refused(400, "a session is one conversation: n should be 1", "unsupported_parameter")
-    refuse_forced(data, "response_format", data.get("response_format"))
+    refuse_unsupported(data, "response_format", data.get("response_format"))
     if data.get("functions") or data.get("function_call"):
         raise Refused(400, "functions are replaced by tools: use tools", "unsupported_parameter")
 
 
-def refuse_forced(data: Mapping[str, object], key: str, form: object) -> None:
-    """What would change the draw, and log-probs.
+def refuse_unsupported(data: Mapping[str, object], key: str, form: object) -> None:
+    """What neither of OpenAI's protocols gives here.
 
     Raises:
         Refused: 400, for log-probs, a forced tool, or the form that is asked for under this key.
     """
     if data.get("logprobs") or data.get("top_logprobs"):
         raise Refused(400, "log-probs are kept for training and not given: leave logprobs out", "unsupported_parameter")
-    if (form or {"type": "text"}) != {"type": "text"}:
-        raise Refused(400, f"a forced format would change what tokens are drawn from: leave {key} out, and say in the "
-                           "prompt what you want", "unsupported_parameter")
-    if data.get("tool_choice") not in (None, "auto", "none"):
-        raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
-                      "unsupported_parameter")
+    refuse_forced(data.get("tool_choice"), key, None if form == {"type": "text"} else form)
 
 
 def refusal(refused: Refused) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_core.stages.rollout import SamplingParams
-from miles_tools.openai_chat import refusal, refuse_forced
+from miles_tools.openai_chat import refusal, refuse_unsupported
 from miles_tools.session_request import (
     MODEL,
     Asked,
@@ -118,7 +118,7 @@ def _refuse_others(data: Mapping[str, Any], text: Mapping[str, Any]) -> None:
     if not isinstance(include, list) or "message.output_text.logprobs" in include:
         raise Refused(400, "include should be a list, and not ask for log-probs: they are kept for training",
                       "unsupported_parameter")
-    refuse_forced(data, "text.format", text.get("format"))
+    refuse_unsupported(data, "text.format", text.get("format"))
 
 
 def _messages(data: Mapping[str, Any], images: dict[str, bytes]) -> list[Message]:

@@ -167,9 +167,11 @@ class Session:
         if continued is not None and not continued.busy:
             return continued
         if len(problems) < self._most:
-            origins = [(answer.end, one, answer) for one in problems if (answer := one.shared(chat)) is not None]
-            _, origin, answer = max(origins, key=lambda found: found[0], default=(0, None, None))
-            return self._new(chat) if origin is None or answer is None else origin.branch(answer)
+            shared = {one: answer for one in problems if (answer := one.shared(chat)) is not None}
+            if not shared:
+                return self._new(chat)
+            origin = max(shared, key=lambda one: shared[one].end)
+            return origin.branch(shared[origin])
         if continued is not None:
             raise Refused(409, "another request of this conversation is under way", "conflict", again=True)
         if self._most == 1:

@@ -186,6 +186,20 @@ def function(name: object, description: object, parameters: object) -> dict[str,
                                              "parameters": parameters or {"type": "object"}}}
 
 
+def refuse_forced(choice: object, key: str, form: object) -> None:
+    """What would change what tokens are drawn from.
+
+    Raises:
+        Refused: 400, a choice of tools that forces one, or a form of the answer, which is asked for under this key.
+    """
+    if form:
+        raise Refused(400, f"a forced format would change what tokens are drawn from: leave {key} out, and say in the "
+                           "prompt what you want", "unsupported_parameter")
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
+                      "unsupported_parameter")
+
+
 def functions(tools: object) -> tuple[Mapping[str, object], ...]:
     if not isinstance(tools, list) or not all(
             isinstance(tool, dict) and isinstance(tool.get("function"), dict)
