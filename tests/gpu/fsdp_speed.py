@@ -82,6 +82,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--profile", action="store_true")
     arguments.add_argument("--flags", default="", help="of miles run, for all cases")
+    arguments.add_argument("--fsdp-flags", default="", help="of miles run, for the trainer fsdp alone")
     arguments.add_argument("--limit", type=float, default=300, help="seconds of one case")
     arguments.add_argument("--tiny", action="store_true")
     arguments.add_argument("--here", action="store_true")
@@ -98,7 +99,7 @@ def main() -> int:
             speeds = {}
             for trainer in words.trainers:
                 flags = [words.flags, AGAIN[trainer] if recompute == "full" else "",
-                         f"--attn-implementation {words.attention}" if trainer == "fsdp" else ""]
+                         f"--attn-implementation {words.attention} {words.fsdp_flags}" if trainer == "fsdp" else ""]
                 measured = in_process(__file__, [
                     "--here", shape, "--trainers", trainer, "--tokens", words.tokens, "--length", words.length,
                     "--steps", words.steps, "--micro-batches", words.micro_batches, f"--flags={' '.join(flags)}",

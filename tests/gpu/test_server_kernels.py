@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ def server(monkeypatch):
     """The plugin of SGLang's, as a server of the mode has it."""
     pytest.importorskip("sglang")
     monkeypatch.setattr(sys, "path", [*sys.path, str(SERVER)])
+    import miles_kernels
     import miles_on_policy
 
-    return miles_on_policy
+    return SimpleNamespace(**vars(miles_kernels), **{name: value for name, value in vars(miles_on_policy).items()
+                                                     if name not in vars(miles_kernels)})
 
 
 def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -57,7 +60,7 @@ def test_products_of_other_blocks_are_the_same_bits(server, depth, columns):
     from sglang.srt.batch_invariant_ops.batch_invariant_ops import _matmul_persistent_triton as theirs
 
     weight, bias = drawn(columns, depth, scale=0.05).t(), drawn(columns) if columns == 2048 else None
-    for rows in (1, 7, 64, 65, 200, 512):
+    for rows in (1, 7, 64, 65, 200, 512, 4096, 5001):
         given = drawn(rows, depth)
         assert torch.equal(theirs(given, weight, bias), server.product(theirs, given, weight, bias))
     given = drawn(64, depth)
@@ -86,13 +89,26 @@ def test_products_of_many_rows_may_have_other_blocks(server, rows, depth, column
 def test_a_rope_in_one_kernel_is_the_same_bits(server, length, size):
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-    q, k = (drawn(1, length, heads, size, scale=3).transpose(1, 2) for heads in (16, 8))
+    q, k = (drawn(1, length, heads, size, scale=3).transpose(1, 2) for heads in (14, 2))
     angles = torch.rand(1, length, size // 2, device="cuda").mul(6).repeat(1, 1, 2)
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
     for ours, theirs in zip(server.rope(None, q, k, *tables), apply_rotary_pos_emb(q, k, *tables), strict=True):
         assert torch.equal(ours, theirs)
     print(f"rope of {length} tokens: {microseconds(lambda: apply_rotary_pos_emb(q, k, *tables)):.1f} us, "
           f"{microseconds(lambda: server.rope(None, q, k, *tables)):.1f} in one kernel")
+
+
+@pytest.mark.parametrize("rows", [1, 64, 16384])
+def test_a_gated_activation_in_one_kernel_is_almost_torchs(server, rows):
+    """All numbers of bfloat16 are gates once; trainers and servers of the mode have this kernel, and not torch's."""
+    every = torch.arange(-(1 << 15), 1 << 15, device="cuda").short().view(torch.bfloat16)
+    every = every[every.isfinite()]
+    apart = server.gated(every, torch.ones_like(every)) != torch.nn.functional.silu(every)
+    gate, up = drawn(rows, 3072), drawn(rows, 3072)
+    assert apart.sum() < 20 and torch.equal(server.gated(gate[:1], up[:1]), server.gated(gate, up)[:1])
+    print(f"{int(apart.sum())} of {len(every)} differ; {rows} x 3072: "
+          f"{microseconds(lambda: torch.nn.functional.silu(gate) * up):.1f} us, "
+          f"{microseconds(lambda: server.gated(gate, up)):.1f} in one kernel")
 
 
 @pytest.mark.parametrize(("batch", "longest", "size"), [

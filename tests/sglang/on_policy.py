@@ -18,7 +18,7 @@ import triton.runtime.interpreter as interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension/on_policy"))
 from miles_attention import chunks_of, decode, prefill
-from miles_on_policy import blocks, multiply, turn
+from miles_kernels import WIDE, blocks, gated, multiply, turn
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 # A tensor core adds up an element alike, however many rows a block has; BLAS for AVX2 does not, so sums are in float64.
@@ -32,7 +32,8 @@ LONG, NEW = 4500, 3
 
 def main():
     torch.manual_seed(0)
-    print(json.dumps({"attention": attended(), "long": long(), "rope": turned(), "products": multiplied()}))
+    print(json.dumps({"attention": attended(), "long": long(), "rope": turned(), "gated": activated(),
+                      "products": multiplied()}))
 
 
 def drawn(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,19 +86,32 @@ def long() -> dict[str, float]:
             "chunks": chunks_of(LONG)}
 
 
-def turned() -> int:
-    """Numbers of a rope in float16 that are not transformers', which rounds each product and each sum."""
-    q, k, cos, sin = (torch.randn(1, 5, *heads, 16).half() for heads in ((HEADS,), (SHARED,), (), ()))
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
-    pairs = zip((q, k), apply_rotary_pos_emb(q, k, cos, sin), strict=True)
-    return sum(int((turn(rows[0], cos[0], sin[0]) != theirs[0]).sum()) for rows, theirs in pairs)
+def turned() -> dict[str, float]:
+    """Numbers of a rope in float16 that are not transformers', which rounds each product and each sum; and how far the
+    rotation back of a gradient is from what autograd makes of the rope."""
+    q, k, cos, sin = (torch.randn(1, 5, *heads, 16).half() for heads in ((HEADS - 1,), (SHARED,), (), ()))
+    q, k, cos, sin = q.transpose(1, 2), k.transpose(1, 2), cos[..., :8].repeat(1, 1, 2), sin[..., :8].repeat(1, 1, 2)
+    pairs = zip(turn(q[0], k[0], cos[0], sin[0]), apply_rotary_pos_emb(q, k, cos, sin), strict=True)
+    differ = sum(int((ours != theirs[0]).sum()) for ours, theirs in pairs)
+    leaves = [one.float().requires_grad_() for one in (q, k)]
+    gradients = torch.autograd.grad(apply_rotary_pos_emb(*leaves, cos.float(), sin.float()), leaves, (q, k))
+    back = turn(q[0], k[0], cos[0], -sin[0])
+    away = max(float((one - other[0]).abs().max()) for one, other in zip(back, gradients, strict=True))
+    return {"differ": differ, "gradient": away}
+
+
+def activated() -> float:
+    """How far a gated activation in float32 is from float64, relative to its largest number."""
+    gate, up = torch.randn(2, 3, 700) * 5
+    exact = F.silu(gate.double()) * up.double()
+    return float((gated(gate, up) - exact).abs().max() / exact.abs().max())
 
 
 def multiplied() -> dict[str, int]:
     """Numbers of products of few integers, which every order adds up alike, that are wrong; by blocks."""
     a, b, bias = (torch.randint(-4, 5, shape).float() for shape in ((70, 40), (50, 40), (50,)))
     exact = a @ b.t() + bias
-    sizes = {blocks(1, 1024), blocks(1, 151936), blocks(256, 151936)}
+    sizes = {blocks(1, 1024), blocks(1, 151936), WIDE}
     return {str(each): int((multiply(a, b.t(), bias, each, processors=7) != exact).sum()) for each in sizes}
 
 

@@ -112,10 +112,11 @@ def test_a_forward_that_is_differentiated_has_the_bits_of_one_that_is_not(kind):
     model = AutoModel.from_config(AutoConfig.for_model(
         kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, max_position_embeddings=64), dtype=torch.bfloat16)
-    assert keep_less(model)
-    server_kernels.products(model)
     tokens = torch.arange(17)[None]
+    assert keep_less(model)
     with torch.no_grad():
+        plain = model(tokens, use_cache=False).last_hidden_state
+        server_kernels.prepare(model, torch.device("cpu"))
         scored = model(tokens, use_cache=False).last_hidden_state
     stepped = model(tokens, use_cache=False).last_hidden_state
-    assert stepped.requires_grad and torch.equal(scored, stepped)
+    assert stepped.requires_grad and torch.equal(scored, stepped) and torch.equal(plain, scored)

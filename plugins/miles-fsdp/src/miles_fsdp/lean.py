@@ -63,7 +63,7 @@ def _gated(module: torch.nn.Module) -> Callable[[Any], Rows] | None:
         def gated(rows: torch.Tensor) -> torch.Tensor:
             if of.act_fn is not activation:  # somebody has put another in its place since
                 return cast("torch.Tensor", plain(rows))
-            return cast("torch.Tensor", of.down_proj(cast("Any", _Gated).apply(of.gate_proj(rows), of.up_proj(rows))))
+            return cast("torch.Tensor", of.down_proj(cast("Any", Gated).apply(of.gate_proj(rows), of.up_proj(rows))))
 
         return gated
 
@@ -105,7 +105,7 @@ class _Norm(torch.autograd.Function):
         return of_rows.to(rows.dtype), of_weight, None
 
 
-class _Gated(torch.autograd.Function):
+class Gated(torch.autograd.Function):
     """silu(gate) up, of which the first factor is made again in the backward pass."""
 
     @staticmethod

@@ -32,7 +32,7 @@ from miles_fsdp.parked import Parked
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
-from miles_fsdp.server_kernels import products, tables
+from miles_fsdp.server_kernels import prepare
 from miles_fsdp.stored import beside, stored_prefix
 from miles_fsdp.tensor_parallel import whole
 from miles_fsdp.trained import Trained
@@ -131,8 +131,7 @@ class Models:
                               options.torch_compile_backend if options.torch_compile else None)
         module.to(self._ranks.device)
         if exact:
-            tables(model, self._ranks.device)
-            products(model)
+            prepare(model, self._ranks.device)
         shard(module, self._ranks, options, low=declared.trainable and config.perf.bf16,
               offload=options.cpu_offload or not declared.trainable)
         samples = _two_samples(self._columns, module.reach)

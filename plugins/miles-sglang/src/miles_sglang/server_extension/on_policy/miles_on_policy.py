@@ -5,8 +5,8 @@ it computes what a trainer of that module does. Three things are left: decoding 
 (here both are of miles_attention.py), the tables of a rope go through a product in TF32, and log-probs are the
 logarithm of a softmax.
 
-Some things are the same bits in less time: a norm is one kernel, as in the trainer, in place of eight, a rope is one in
-place of ten, and products of few rows are taken apart into more blocks.
+Some things take less time, in the trainer as here: a norm is one kernel in place of eight, a rope is one in place of
+ten, an activation one in place of two, and products of few or many rows have other blocks.
 
 SGLang finds the entry point in the folder beside this file, which is on a server's PYTHONPATH in this mode alone.
 """
@@ -14,18 +14,11 @@ SGLang finds the entry point in the folder beside this file, which is on a serve
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from miles_attention import decode, prefill
-
-FEW = 64
-"""Rows of a product up to which blocks have few columns."""
-HEAD = 16384
-"""Columns from which a product is one with a vocabulary."""
+from miles_kernels import gated, product, turn, turns
 
 
 def register() -> None:
@@ -42,7 +35,9 @@ def register() -> None:
     products = "sglang.srt.batch_invariant_ops.batch_invariant_ops._matmul_persistent_triton"
     HookRegistry.register(products, product, HookType.AROUND)
     for kind in ("llama", "qwen2", "qwen3"):
-        HookRegistry.register(f"transformers.models.{kind}.modeling_{kind}.apply_rotary_pos_emb", rope, HookType.AROUND)
+        module = f"transformers.models.{kind}.modeling_{kind}"
+        HookRegistry.register(f"{module}.apply_rotary_pos_emb", rope, HookType.AROUND)
+        HookRegistry.register(f"{module}.{kind.title()}MLP.forward", feed_forward, HookType.AROUND)
 
 
 def forward_decode(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
@@ -64,76 +59,20 @@ def forward_decode(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
                   metadata.kv_indices, backend.max_context_len, layer.scaling).flatten(1)
 
 
-def product(original: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[m, k] @ [k, n] (+ [n]) by SGLang's kernel. Blocks only say which elements are computed where: each is added up
-    over k in the same order. SGLang's blocks of 128 x 128 would leave most of a GPU idle with the rows of a decode."""
-    processors = _processors(a.device) if a.dtype == torch.bfloat16 else 0
-    sizes = blocks(len(a), b.shape[1]) if processors else None
-    return original(a, b, bias) if sizes is None else multiply(a, b, bias, sizes, processors)
-
-
-def blocks(rows: int, columns: int) -> tuple[int, int, int, int, int] | None:
-    """(rows, columns, depth, warps, stages) of a block; None for SGLang's own."""
-    if columns >= HEAD:
-        return (64, 128, 64, 4, 4) if rows <= FEW else (128, 256, 64, 8, 3)
-    return (64, 32, 128, 4, 4) if rows <= FEW else None
-
-
-@functools.lru_cache
-def _processors(device: torch.device) -> int:
-    """Of a Hopper, on which the bits were compared; else 0."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) if properties.major == 9 else 0
-
-
-def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, int, int, int, int],
-             processors: int) -> torch.Tensor:
-    """SGLang's kernel with blocks of these sizes (see `blocks`), of which a GPU's processors take turns."""
-    from sglang.srt.batch_invariant_ops import batch_invariant_ops as ops
-
-    (m, k), n, (rows, columns, depth, warps, stages) = a.shape, b.shape[1], sizes
-    out, tiles = a.new_empty(m, n), triton.cdiv(m, rows) * triton.cdiv(n, columns)
-    ops.matmul_kernel_persistent[(min(processors, tiles),)](
-        a, b, out, bias, m, n, k, *a.stride(), *b.stride(), *out.stride(), BLOCK_SIZE_M=rows, BLOCK_SIZE_N=columns,
-        BLOCK_SIZE_K=depth, GROUP_SIZE_M=8, NUM_SMS=processors, A_LARGE=a.numel() > 2**31, B_LARGE=b.numel() > 2**31,
-        C_LARGE=out.numel() > 2**31, HAS_BIAS=bias is not None, num_stages=stages, num_warps=warps)
-    return out
-
-
 def rope(original: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
          *rest: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """transformers' apply_rotary_pos_emb: q, k of [1, heads, T, D], cos, sin of [1, T, D]."""
-    half = q.shape[-1] // 2
-    alike = q.dtype == k.dtype == cos.dtype == sin.dtype == torch.bfloat16 and len(q) == 1 and q.is_cuda
-    if rest or more or not alike or 2 * half != q.shape[-1] or half & (half - 1):
+    if rest or more or not turns(q, k, cos, sin):
         return original(q, k, cos, sin, *rest, **more)
-    return turn(q[0], cos[0], sin[0])[None], turn(k[0], cos[0], sin[0])[None]
+    q, k = turn(q[0], k[0], cos[0], sin[0])
+    return q[None], k[None]
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x cos + rotate_half(x) sin, each operation rounded: x of [heads, T, D], cos and sin of [T, D]."""
-    heads, length, size = x.shape
-    out = x.new_empty(length, heads, size).transpose(0, 1)
-    _turn[(length, heads)](x, cos, sin, out, *x.stride(), *cos.stride(), *sin.stride(), *out.stride(),
-                           HALF=size // 2, num_warps=1, enable_fp_fusion=False)  # a fused product would not be rounded
-    return out
-
-
-@triton.jit
-def _turn(x, cos, sin, out, x_head, x_row, x_lane, cos_row, cos_lane, sin_row, sin_lane, out_head, out_row, out_lane,
-          HALF: tl.constexpr):
-    """One row of one head. What is a rounded number in transformers is one here: products, then their sum."""
-    row, head, low = tl.program_id(0), tl.program_id(1), tl.arange(0, HALF)
-    kind = out.dtype.element_ty
-    high = low + HALF
-    at, turned = x + head * x_head + row * x_row, out + head * out_head + row * out_row
-    x_low, x_high = tl.load(at + low * x_lane).to(tl.float32), tl.load(at + high * x_lane).to(tl.float32)
-    cos_low, cos_high = tl.load(cos + row * cos_row + low * cos_lane), tl.load(cos + row * cos_row + high * cos_lane)
-    sin_low, sin_high = tl.load(sin + row * sin_row + low * sin_lane), tl.load(sin + row * sin_row + high * sin_lane)
-    straight_low, straight_high = (x_low * cos_low).to(kind), (x_high * cos_high).to(kind)
-    across_low, across_high = (-x_high * sin_low).to(kind), (x_low * sin_high).to(kind)
-    tl.store(turned + low * out_lane, (straight_low.to(tl.float32) + across_low.to(tl.float32)).to(kind))
-    tl.store(turned + high * out_lane, (straight_high.to(tl.float32) + across_high.to(tl.float32)).to(kind))
+def feed_forward(original: Any, module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """transformers' MLP: down(silu(gate) up)."""
+    if module.config.hidden_act != "silu" or not rows.is_cuda:
+        return original(module, rows)
+    return module.down_proj(gated(module.gate_proj(rows), module.up_proj(rows)))
 
 
 def norm(original: Any, module: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *rest: Any) -> Any:
