@@ -110,6 +110,19 @@ def test_attention_with_a_window_reaches_as_far_as_the_window(config, layers):
     assert whole.attention_of(2048) == whole.attention == size.attention, "no layer is said to have one"
 
 
+@pytest.mark.parametrize(("layers", "count"), [
+    ({"layer_types": ["chunked_attention", "full_attention"] * 12}, 12), ({"no_rope_layers": [1, 0, 1, 1] * 6}, 18),
+    ({"no_rope_layers": []}, 18)])  # fmt: skip
+def test_chunked_attention_ends_with_the_chunk(config, layers, count):
+    """Llama 4's, by name or by the layers with a rope; against the pairs of a query and a key, counted one by one."""
+    size = architecture_of(config({**GPT_OSS, **layers, "attention_chunk_size": 128}))
+    for length in (100, 300, 2048):
+        chunked, whole = (sum(at % reach + 1 for at in range(length)) for reach in (128, length))
+        pairs = 64 * 64 * (count * chunked + (24 - count) * whole)
+        assert size.attention_of(length) * length**2 / 2 == pytest.approx(pairs, rel=0.02)
+    assert architecture_of(config({**GPT_OSS, **layers})).attention_of(2048) == size.attention, "no chunks"
+
+
 def test_compressed_keys_count_no_window_in_the_first_place(config):
     """DeepSeek-V4's: what a window sees is not in `attention`, so it is not taken off once more."""
     size = sizes_of(config({

@@ -115,3 +115,15 @@ def test_an_export_with_the_layers_counts_them_by_whatever_names(tmp_path, schem
     (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
     assert export_keys(tmp_path, LEFT)["num_nextn_predict_layers"] == 0
     assert "num_nextn_predict_layers" not in export_keys(tmp_path, Layers(1, scheme, True).added(LEFT))
+
+
+@pytest.mark.parametrize(("known", "key"), [
+    ({}, "num_nextn_predict_layers"), ({"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers")])
+def test_an_export_of_fresh_layers_counts_them(folder, known, key):
+    """A loader that finds no number, or 0, has no place for the layers and ignores their tensors."""
+    from miles_megatron.weights import export_keys
+
+    plain = folder()
+    (plain / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 3, **known}}))
+    keys = export_keys(plain, layers_of(plain, 2, "auto").added(LEFT))
+    assert keys["text_config"] == {"num_hidden_layers": 3, key: 2}

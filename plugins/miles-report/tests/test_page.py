@@ -263,3 +263,17 @@ def test_sample_files_come_in_order_whatever_their_datasets_are_called(tmp_path)
     (tmp_path / "samples" / "notes.txt").write_text("mine")
     assert [(name, n) for name, n, _ in list_samples(tmp_path)] == [
         ("rollout", 2), ("rollout", 12), ("eval_a_000001", 0), ("eval_b/c d", 1)]
+
+
+@pytest.mark.parametrize(("resumed", "left"), [(None, []), (0, [("eval_a", 0)]), (1, [("eval_a", 0), ("rollout", 0)])])
+def test_nothing_of_an_earlier_run_in_the_folder_is_shown(tmp_path, resumed, left):
+    """Its evaluation of the weights that a resume begins with is; a start from scratch has others."""
+    from miles_report.page.samples import surviving
+
+    history, files = History(), [("eval_a", 0, tmp_path / "e"), ("rollout", 0, tmp_path / "r")]
+    for _, _, path in files:
+        path.touch()
+    begun = path.stat().st_mtime
+    for at, first in ((begun - 10, None), (begun + 10, resumed)):
+        history.take({"event": "run_start", "rollout_id": None, "time": at, "resumed_from": first})
+    assert [(name, n) for name, n, _ in surviving(files, history)] == left

@@ -9,10 +9,11 @@ from miles_retention.plugin import Retention, RetentionOptions
 from miles_retention.policy import Policy, Rules, bound, checkpoint_bytes
 from miles_testing import kill_resume
 from miles_testing.runs import toy_run
-from miles_testing.tiny import run_file
+from miles_testing.tiny import run_file, tiny_checkpoint
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError
+from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.record.publish import clear
 from miles_core.types import TRACKER
@@ -131,6 +132,21 @@ def test_the_plan_says_which_checkpoints_have_a_value_of_the_metric(every, said)
     assert ("(measured of one in 3 and of the last)" in text) is said
 
 
+@pytest.mark.parametrize(("flags", "times"), [
+    (("--advantage-estimator", "ppo", "--critic-load", ""), 2), (("--advantage-estimator", "ppo"), 2),
+    (("--trainer", "fsdp"), 0.75), (("--trainer", "fsdp", "--no-save-optim"), 0.25),
+    (("--no-save-optim",), 0.25), (("--plugin", "lora"), None),
+])  # fmt: skip
+def test_the_plan_counts_whatever_a_checkpoint_has(tmp_path, flags, times):
+    """Of float32: weights, and of AdamW three numbers, the weights once more among them with Megatron alone; a critic's
+    as many. Adapters are smaller than anybody knows before they are there."""
+    folder = tiny_checkpoint()
+    plans = [prepare(run_file(tmp_path / "run.toml", [], {}, {}, checkpoint=folder), more)
+             for more in ([], [flag or str(folder) for flag in flags])]
+    plain, size = (checkpoint_bytes(plan.config, plan.selected) for plan in plans)
+    assert size == (times and times * plain)
+
+
 @pytest.mark.integration
 def test_a_run_keeps_what_it_should_and_its_plan_says_how_much_that_is(tmp_path):
     run = toy_run(steps=5, flags=["--save", str(tmp_path / "ckpt"), "--save-interval", "1",
@@ -138,7 +154,7 @@ def test_a_run_keeps_what_it_should_and_its_plan_says_how_much_that_is(tmp_path)
     assert folder.saved(tmp_path / "ckpt") == [2, 4, 5]
     assert "one in 2 rollouts; at most 4 at a time" in (run.folder / "plan.txt").read_text()
     size = sum(file.stat().st_size for file in (tmp_path / "ckpt/iter_0000005").glob("*.distcp"))
-    estimate = checkpoint_bytes(load(run.folder.parent / "run.toml", []).config)
+    estimate = checkpoint_bytes(load(run.folder.parent / "run.toml", []).config, ())
     assert 0 < size - estimate < 200_000, "beside the numbers there is a kilobyte for each tensor"
 
 

@@ -122,6 +122,7 @@ OPENED = (  # as DeepSeek-R1-Distill: opens reasoning, and shows none of it afte
     "+ m.content.split('</think>')[-1] + '<|im_end|>' }}{% else %}" + TURN + "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+THOUGHTFUL = CHATML.replace("m.content", "m.reasoning_content | default('') + m.content")
 EMPTY = OPENED.replace("+ m.content.split('</think>')[-1]", "+ '<think></think>' + m.content")  # Nemotron 3's way
 
 
@@ -137,6 +138,20 @@ def test_an_answer_is_written_behind_the_tag_that_opens_it(checkpoint, template,
     assert trained(sft, sample) == sample.text == written + CLOSE
     opened = f"user\n1+1={CLOSE}\n{OPEN}assistant\n<think>\n"
     assert sft._tokenizer.decode(sample.tokens).endswith(opened + written + CLOSE)
+
+
+@pytest.mark.parametrize(("template", "share"), [(CHATML, 0.5), (THOUGHTFUL, 0.0)])
+def test_reasoning_for_which_the_template_has_no_place_is_counted(checkpoint, template, share):
+    """Of the answers that have some; Qwen2.5's template and Llama's leave it out without a word."""
+    sft = plugin(checkpoint, template)
+    turns = ({"role": "assistant", "content": "because", "reasoning_content": "because"},
+             {"role": "assistant", "content": "2", "reasoning_content": " well\n"},
+             {"role": "assistant", "content": "none"})
+    [sample] = generate(sft, messages=tuple(message for turn in turns for message in (*chat("x"), turn)))
+    assert sample.metadata["figures"] == {"reasoning_left_out": share}
+    last = plugin(checkpoint, template, SftOptions(sft_last_turn_only=True))
+    [sample] = generate(last, messages=(*chat("a"), turns[1], *chat("b"), turns[2]))
+    assert not sample.metadata, "what is not trained on is not missed"
 
 
 def test_one_answer_behind_a_tag_needs_no_option(checkpoint):

@@ -84,12 +84,12 @@ def drawn(tokenizer, text, reason="stop", version=7):
 
 
 def talk(talks, tokenizer, turns, *, most=512, least=0, begun=(), skip=False, read=lambda sample, response: sample,
-         **options):
+         stop=(), **options):
     """(sample, engine) of one conversation."""
     engine = Scripted(turn if isinstance(turn, tuple) else drawn(tokenizer, turn) for turn in turns)
     generation = Generation(
         engine=engine, samples=1, begun=begun,
-        sampling=SamplingParams(max_new_tokens=most, min_new_tokens=least, skip_special_tokens=skip),
+        sampling=SamplingParams(max_new_tokens=most, min_new_tokens=least, skip_special_tokens=skip, stop=stop),
         key=lambda index, turn: rng.key(0, "train", 5, index, turn), timeout=10.0, on_response=read,
         decode=lambda ids, skip: tokenizer.decode(list(ids), skip_special_tokens=skip))  # fmt: skip
     prompt = Prompt(5, 5, "", (0,), messages=ASK)
@@ -309,6 +309,21 @@ def test_a_turn_that_a_stop_string_ended_is_closed_by_the_suffix(talks, tokenize
     sample, _ = talk(talks, tokenizer, ["<calc>1+1</calc>", "ok<|im_end|>"])
     assert "<calc>1+1</calc><|im_end|>\n<|im_start|>tool" in sample.metadata["conversation"]
     assert sample.columns["loss_mask"][len("<calc>1+1</calc>")] == 0
+
+
+@pytest.mark.parametrize("stop", ["</calc>", "<|im_end|>"])
+def test_a_stop_text_that_is_a_special_token_ends_no_turn(sandbox, tokenizer, stop):
+    """It closes the call, and the turn's end follows as behind any stop text; the end itself may be such a text."""
+    own, call = copy.deepcopy(tokenizer), "<calc>1+1</calc>"
+    own.add_special_tokens({"additional_special_tokens": [*own.all_special_tokens, "</calc>"]})
+    toolbox = Toolbox(load(["calc"]), sandbox)
+
+    def talks():
+        return Conversations(Template(own, {}), toolbox, ToolsOptions(tool_format="tag"), CONTEXT)
+
+    sample, _ = talk(talks, own, [call + ("<|im_end|>" if stop == "<|im_end|>" else ""), "ok<|im_end|>"], stop=(stop,))
+    assert sample.metadata["figures"]["tool_errors"] == 0
+    assert call + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in sample.metadata["conversation"]
 
 
 def test_an_end_that_the_tokenizer_s_settings_do_not_name_stands_there_once(tokenizer):

@@ -419,6 +419,15 @@ def test_a_stop_text_ends_an_answer_and_is_not_in_it():
     conversing(talk, Scripted("seven", "yes"))
 
 
+def test_a_stop_text_of_the_run_that_is_a_special_token_ends_no_turn():
+    async def talk(client, session, engine):
+        message = (await client.ask([USER]))["choices"][0]["message"]
+        await client.ask([USER, message, USER])
+        assert "seven<|endoftext|><|im_end|>\n<|im_start|>user" in tokenizer().decode(engine.requests[1].input_ids)
+
+    conversing(talk, Scripted("seven", "yes", end="<|endoftext|>"), stop=("<|endoftext|>",))
+
+
 @pytest.mark.parametrize("options", [{"context": 24}, {"max_new_tokens": 10}])
 def test_a_conversation_without_room_ends_as_truncated(options):
     async def talk(client, session, engine):

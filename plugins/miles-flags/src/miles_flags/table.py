@@ -95,7 +95,9 @@ class MilesFlags(Surface):
     def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
         """See Surface."""
         accepted = [name for name, entry in flags().items() if "refused" not in entry]
-        return alike(flag, accepted, 0.7) or alike(flag, [*flags()], 0.85)
+        others = {f"--{name}": ours for name, ours in table()["others"].items() if ours.startswith("--")}
+        near = alike(flag, accepted, 0.7) or alike(flag, [*flags()], 0.85)
+        return [*near, *((likeness, others[name]) for likeness, name in alike(flag, [*others], 0.85))]
 
     def appendix(self) -> Iterable[str | tuple[str, str, str]]:
         """See Surface."""

@@ -57,7 +57,7 @@ class FsdpTrainer:
         refuse_hooks(hooks)
         self.objective = Objective(config, hooks)
         self.skips = self.objective.leaves_out(config.perf.skip_zero_advantages)
-        self._beside = AsyncSave(config.perf.trainer_timeout) if config.checkpoint.async_save else None
+        self._beside = AsyncSave(config.perf.trainer_timeout)
         self._batch: Batch | None = None
         self._sender: Sender | None = None
         self._actor_step = ActorStep(config, hooks)
@@ -87,7 +87,7 @@ class FsdpTrainer:
             self.columns.check(sample)
         self._batch = batch
         heap.give_back()
-        self._saving()
+        self._beside.settle()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
@@ -149,27 +149,19 @@ class FsdpTrainer:
         return figures if self.rank.index == 0 else None
 
     def offload(self, tags: Sequence[str]) -> None:
-        self._saving()
+        self._beside.settle()
         self.models.offload(tags)
 
     def onload(self, tags: Sequence[str]) -> None:
         self.models.onload(tags)
 
     def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
-        checkpoint.save(folder, rollout_id, self.models, self.ranks, state,
-                        whole=not self.config.checkpoint.no_save_optim, beside=self._beside)
+        paths = self.config.checkpoint
+        checkpoint.save(folder, rollout_id, self.models, self.ranks, state, whole=not paths.no_save_optim,
+                        beside=self._beside if paths.async_save else None)
 
     def saved(self) -> None:
-        if self._beside is not None:
-            self._beside.wait()
-
-    def _saving(self) -> None:
-        """Before anything changes: have a checkpoint that is written beside training in memory of its own.
-
-        Raises what went wrong with it.
-        """
-        if self._beside is not None:
-            self._beside.settle()
+        self._beside.wait()
 
     def export(self, folder: Path) -> None:
         stream = self.models.whole(self.models.stream(), self.hooks.save_weights, folder)
@@ -182,8 +174,7 @@ class FsdpTrainer:
 
     def close(self) -> None:
         self.connect(None)
-        if self._beside is not None:
-            self._beside.close()
+        self._beside.close()
         if "models" in vars(self):
             self.models.close()
         if "ranks" in vars(self):

@@ -36,10 +36,10 @@ class Local:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """Logits that trainer and engine would round differently."""
-        from miles_local.checks import check_head
+        """Logits that trainer and engine would round differently, and GPUs of engines that there are not."""
+        from miles_local.checks import check
 
-        return check_head(config, note)
+        return check(config, note)
 
     @hookimpl(name="local")
     def engine(self, config: RunConfig, tokenizer: Any, hooks: Hooks) -> LocalEngine:

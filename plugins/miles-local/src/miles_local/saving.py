@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class SaveThread:
-    """Waits for, starts and gives up checkpoints. Whoever copies what is trained sets `copied`.
+    """Waits for, starts and gives up checkpoints; with none under way there is nothing to wait for. Whoever copies what
+    is trained sets `copied`.
 
     Args:
         limit: seconds that a checkpoint may take from its plan to its publication.

@@ -50,6 +50,7 @@ class Architecture:
             values, and the channels of one.
         linear, sparse: how many of the layers are such, and how many are mixtures of experts.
         near, window: how many of the layers have attention that sees the last tokens alone, and how many tokens.
+        chunked, chunk: likewise of attention that sees the tokens of its own chunk of the sequence.
         alone: how many of the layers are an MLP or a mixture without attention; if any, the others are attention alone.
         matrices: of an MLP: 3, or 2 without a gate.
         checkpoint: whether they are of a config.json, so that what it lacks is not there.
@@ -82,6 +83,8 @@ class Architecture:
     sparse: int = 0
     near: int = 0
     window: int | None = None
+    chunked: int = 0
+    chunk: int | None = None
     alone: int = 0
     matrices: int = 3
     checkpoint: bool = False
@@ -101,10 +104,13 @@ class Architecture:
         return self.full * self.heads * (self.head_dim + self.value_dim) // 2
 
     def attention_of(self, length: int) -> int:
-        """`attention` for a sequence of so many tokens, in which a window holds a share of 1 - (1 - window / length)^2
-        of all pairs of a token and one before it."""
+        """`attention` for a sequence of so many tokens: of all pairs of a token and one before it, a window leaves out
+        a share of (1 - window / length)^2, and chunks those of different chunks."""
         beyond = max(0.0, 1 - (self.window or length) / length) ** 2
-        return self.attention - round(beyond * self.near * self.heads * (self.head_dim + self.value_dim) / 2)
+        chunks, last = divmod(length, self.chunk or length)
+        apart = 1 - (chunks * (self.chunk or length) ** 2 + last**2) / length**2
+        unseen = beyond * self.near + apart * self.chunked
+        return self.attention - round(unseen * self.heads * (self.head_dim + self.value_dim) / 2)
 
     @property
     def full(self) -> int:
@@ -152,9 +158,11 @@ def architecture_of(config: RunConfig) -> Architecture:
     linear = _of_kind(known, layers, "linear_attention",
                       "full_attention_interval" if "linear_num_key_heads" in known else "")
     near = _of_kind(known, layers, "sliding_attention", "sliding_window_pattern") if isinstance(window, int) else 0
+    chunk, chunked = known.get("attention_chunk_size"), _chunked(known, layers)
     alone, matrices = kinds.count("mlp") + kinds.count("moe"), 2 if known.get("mlp_hidden_act") == "relu2" else 3
-    return Architecture(**sizes, linear=linear, sparse=sparse, near=near, window=window if near else None, alone=alone,
-                        matrices=matrices, checkpoint=constants is not None, source=source)
+    return Architecture(**sizes, linear=linear, sparse=sparse, near=near, window=window if near else None,
+                        chunked=chunked, chunk=chunk if chunked else None, alone=alone, matrices=matrices,
+                        checkpoint=constants is not None, source=source)
 
 
 def _kinds(constants: Mapping[str, object]) -> list[str]:
@@ -172,6 +180,16 @@ def _of_kind(constants: Mapping[str, object], layers: int, kind: str, interval: 
         return kinds[:layers].count(kind)
     every = constants.get(interval)
     return layers - layers // every if isinstance(every, int) and every > 0 else 0
+
+
+def _chunked(constants: Mapping[str, object], layers: int) -> int:
+    """Layers whose attention is chunked: by name, else those with a rope, which are all but every fourth by default."""
+    if not isinstance(constants.get("attention_chunk_size"), int):
+        return 0
+    turned = constants.get("no_rope_layers")  # 1 for a layer that has one
+    if isinstance(turned, list) and turned and not _kinds(constants):
+        return sum(turned[:layers])
+    return _of_kind({"no_rope_layer_interval": 4, **constants}, layers, "chunked_attention", "no_rope_layer_interval")
 
 
 def sparse_layers(constants: Mapping[str, object], layers: int) -> int:

@@ -75,7 +75,7 @@ class Models:
             else:
                 self._swapped[name] = model.source
         self._copies: dict[str, list[torch.Tensor]] = {}
-        self.async_save = AsyncSave(config.perf.trainer_timeout) if paths.async_save else None
+        self.async_save = AsyncSave(config.perf.trainer_timeout)
 
     @property
     def trained(self) -> dict[str, ModelOnRank]:
@@ -120,8 +120,7 @@ class Models:
         """End the save under way, and take the wrapped models apart: hooks of their gradients hold them, through
         autograd's nodes, where Python's collector sees no cycle. Memory and the threads of process groups would stay as
         long as the process."""
-        if self.async_save is not None:
-            self.async_save.close()
+        self.async_save.close()
         for one in self.trained.values():
             for chunk in one.wrapped:
                 vars(chunk).clear()
@@ -213,13 +212,13 @@ class Models:
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """A checkpoint after which rollout `rollout_id` is the next; --async-save goes on with it after this."""
-        whole = not self.config.checkpoint.no_save_optim
-        parts = {}
+        paths, parts = self.config.checkpoint, {}
+        whole, beside = not paths.no_save_optim, self.async_save if paths.async_save else None
         for name, one in self.trained.items():
             one.settle()
             one.memory.arrived()
             parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
-        checkpoints().save(folder, rollout_id, parts, state=state, async_save=self.async_save)
+        checkpoints().save(folder, rollout_id, parts, state=state, async_save=beside)
 
     def stream(self, *, stacked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor under its Hugging Face names; every rank goes through it. See weights.hf_stream."""

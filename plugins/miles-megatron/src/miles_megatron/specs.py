@@ -234,6 +234,7 @@ class WeightMap:
         left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for
             drafting. A plugin that adds rules for them takes them in.
         left_counts: keys of config.json that count those layers; 0 in a checkpoint that is written without them.
+        added_counts: (key of config.json, number) of drafting layers that the rules have and the checkpoint does not.
         renamed: (beginning of names in the rules, the same in the files), of a model that is a part of a larger one.
         packed: tensors of the files that hold several of the rules'.
         carried: beginnings of names of tensors that are no part of the model, such as a vision tower's: an export has
@@ -248,6 +249,7 @@ class WeightMap:
     tied: bool = False
     left: tuple[str, ...] = ()
     left_counts: tuple[str, ...] = ()
+    added_counts: tuple[tuple[str, int], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     packed: tuple[Packed, ...] = ()
     carried: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ class MegatronTrainer:
             self.columns.check(sample, values=i % self.rank.size == self.rank.index)
         self.batch = batch
         heap.give_back()
-        self._saving()
+        self.models.async_save.settle()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
@@ -116,7 +116,7 @@ class MegatronTrainer:
         return metrics
 
     def step(self, index: int) -> dict[str, float]:
-        self._saving()
+        self.models.async_save.settle()
         begin, access = time.perf_counter(), Access(self, index)
         with self._phase(f"step {index}"):
             metrics = self._actor_step(lambda: self.train(self.models.actor, access.samples, self.objective), access)
@@ -170,7 +170,7 @@ class MegatronTrainer:
         return figures if self.rank.index == 0 else None
 
     def offload(self, tags: Sequence[str]) -> None:
-        self._saving()
+        self.models.async_save.settle()
         self.models.offload(tags)
 
     def onload(self, tags: Sequence[str]) -> None:
@@ -182,16 +182,7 @@ class MegatronTrainer:
             self.models.save(folder, rollout_id, state)
 
     def saved(self) -> None:
-        if self.models.async_save is not None:
-            self.models.async_save.wait()
-
-    def _saving(self) -> None:
-        """Before anything changes: have a checkpoint that is written beside training in memory of its own.
-
-        Raises what went wrong with it.
-        """
-        if self.models.async_save is not None:
-            self.models.async_save.settle()
+        self.models.async_save.wait()
 
     def export(self, folder: Path) -> None:
         stream = self.models.stream()

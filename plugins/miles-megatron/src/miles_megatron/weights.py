@@ -157,15 +157,16 @@ def check_tied(folder: str | Path, read: PlainReaders, weight_map: WeightMap) ->
 
 
 def export_keys(folder: Path, weight_map: WeightMap) -> dict[str, Any]:
-    """Keys that config.json has otherwise in an export of the model, None for one that goes: nothing is quantised, and
-    tensors that the model leaves in the folder are none.
+    """Keys that config.json has otherwise in an export of the model, None for one that goes: nothing is quantised,
+    tensors that the model leaves in the folder are none, and layers that a plugin adds are counted.
 
     Raises:
         CheckpointError: config.json cannot be read.
     """
-    keys = hf_config.without_quantization(folder)
+    keys, counts = hf_config.without_quantization(folder), dict(weight_map.added_counts)
     if not any(name.startswith(weight_map.left) for _, _, names in instances(weight_map) for name in names):
-        keys.get("text_config", keys).update(dict.fromkeys(weight_map.left_counts, 0))
+        counts |= dict.fromkeys(weight_map.left_counts, 0)
+    keys.get("text_config", keys).update(counts)
     return keys
 
 

@@ -11,15 +11,12 @@ from miles_megatron.convert import architecture
 from miles_megatron.disk_names import PlainReaders, to_disk
 from miles_megatron.readers import Readers
 from miles_megatron.shards import tensor_files
-from miles_megatron.weights import export_hf, instances, refuse_quantised
+from miles_megatron.weights import export_hf, export_keys, instances, refuse_quantised
 
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json, reading
 from miles_core.rng import key
 from miles_mtp.names import layers_of
-
-COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""What config.json calls their number, by family; the first where it has none of them."""
 
 
 def add(source: Path, out: Path, number: int | None, scheme: str, seed: int) -> str:
@@ -44,8 +41,7 @@ def add(source: Path, out: Path, number: int | None, scheme: str, seed: int) -> 
     files = tensor_files(source)
     with reading(str(source / "config.json"), CheckpointError):
         config = parse_json((source / "config.json").read_text(encoding="utf-8"))
-    inside = config.get("text_config", config)
-    scale = float(inside.get("initializer_range", 0.02))
+    scale = float(config.get("text_config", config).get("initializer_range", 0.02))
     resting = 0.0 if spec.constants.get("layernorm_zero_centered_gamma") else 1.0
     ends = tuple(f"model.layers.{len(spec.attention) - 1}.{end}" for end in ("", "self_attn.o_proj.weight"))
     width = int(spec.constants["hidden_size"])  # type: ignore[call-overload]
@@ -65,11 +61,9 @@ def add(source: Path, out: Path, number: int | None, scheme: str, seed: int) -> 
     with plain_files, PlainReaders(files, weight_map) as read:
         dtype = read.tensor(ends[1] if ends[1] in read.places else next(iter(read.places))).dtype
         stored = ((name, plain_files.tensor(name)) for name in sorted(files, key=lambda name: (files[name], name)))
-        counted = next((name for name in COUNTS if name in inside), COUNTS[0])
-        more = {**inside, counted: layers.count} if inside is not config else layers.count
-        export_hf(out, source, itertools.chain(stored, to_disk(drawn(), added)),
-                  config={"text_config" if inside is not config else counted: more})
-    return f"{layers.count} fresh layer{'s'[:layers.count != 1]} in {len(fresh)} tensors, {counted} {layers.count}"
+        export_hf(out, source, itertools.chain(stored, to_disk(drawn(), added)), config=export_keys(source, added))
+    return (f"{layers.count} fresh layer{'s'[:layers.count != 1]} in {len(fresh)} tensors, "
+            f"{layers.counted} {layers.count}")
 
 
 def _like(name: str, prefix: str, count: int, layers: int, last: str) -> str:

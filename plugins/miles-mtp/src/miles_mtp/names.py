@@ -79,13 +79,19 @@ SCHEMES = MappingProxyType({
 """By the names that the option `names` takes."""
 
 
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""What config.json calls their number, by family; the first where it has none of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers that a run has: how many, under which names, and whether the checkpoint has them."""
+    """The layers that a run has: how many, under which names, whether the checkpoint has them, and the key of
+    config.json that counts them."""
 
     count: int
     scheme: str
     stored: bool
+    counted: str = COUNTS[0]
 
     @property
     def names(self) -> Names:
@@ -99,6 +105,7 @@ class Layers:
     def added(self, weight_map: WeightMap) -> WeightMap:
         """The map with these layers, which what is written has as well, by whatever names."""
         return replace(weight_map, rules=(*weight_map.rules, *self.names.rules(weight_map, self.count)), left_counts=(),
+                       added_counts=() if self.stored else ((self.counted, self.count),),
                        ignored=weight_map.ignored | self.names.unread(weight_map, self.count))
 
 
@@ -113,7 +120,7 @@ def layers_of(folder: Path, number: int | None, scheme: str) -> Layers:
         ConfigError: the checkpoint has another number of them, or other names; several layers under names for one.
         CheckpointError: the files' index or headers cannot be read.
     """
-    present, layers = _present(folder), _own_layers(folder)
+    present, (layers, counted) = _present(folder), _of_config(folder)
     counts = {name: _count(names, present, layers) for name, names in SCHEMES.items()}
     stored = next((name for name, count in counts.items() if count), None)
     if stored is not None:
@@ -124,13 +131,13 @@ def layers_of(folder: Path, number: int | None, scheme: str) -> Layers:
         if scheme not in ("auto", stored):
             raise ConfigError("the checkpoint uses other names for its multi-token-prediction layers", got=stored,
                               who=f"mtp.names {scheme}, {folder}", code="mtp-names-differ", fix="leave mtp.names out")
-        return Layers(counts[stored], stored, True)
+        return Layers(counts[stored], stored, True, counted)
     number = number or 1
     scheme = ("mtp" if number == 1 else "nextn") if scheme == "auto" else scheme
     if scheme == "mtp" and number > 1:
         raise ConfigError("the names mtp.* are for one layer", got=f"--mtp-num-layers {number}", who="mtp.names mtp",
                           fix="write --mtp.names nextn, or leave it out", code="mtp-names-need-one-layer")
-    return Layers(number, scheme, False)
+    return Layers(number, scheme, False, counted)
 
 
 def _count(names: Names, present: Collection[str], layers: int) -> int:
@@ -153,11 +160,13 @@ def _present(folder: Path) -> Collection[str]:
     return tensor_files(folder) if any(folder.glob("*.safetensors")) else ()
 
 
-def _own_layers(folder: Path) -> int:
+def _of_config(folder: Path) -> tuple[int, str]:
+    """(how many layers the model has of its own, the key that counts those for drafting)."""
     path = folder / "config.json"
     try:
         hf_config = parse_json(path.read_text(encoding="utf-8"))
-        return int(hf_config.get("text_config", hf_config)["num_hidden_layers"])
+        inside = hf_config.get("text_config", hf_config)
+        return int(inside["num_hidden_layers"]), next((key for key in COUNTS if key in inside), COUNTS[0])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("config.json does not say how many layers the model has", got=str(error), who=str(path),
                           fix="fetch the checkpoint again", code="mtp-layer-count-unknown") from error

@@ -72,7 +72,7 @@ def _check(options: PpoOptions, config: RunConfig) -> None:
 class Ppo:
     """Proximal policy optimization: advantages from a critic that trains beside the actor (PPO, arXiv:1707.06347)."""
 
-    provides = ("weights:critic_load",)
+    provides = ("weights:critic_load", "trains:critic_load")
 
     def __init__(self, options: PpoOptions, config: RunConfig):
         _check(options, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from miles_core.plugins.select import Selected
     from miles_retention.policy import Policy
 
 
@@ -51,21 +52,18 @@ class Retention:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """
-        Raises:
-            ConfigError: a checkpoint that is to be kept for good is never saved, or a metric is never measured.
-        """
+        """See policy.check."""
         from miles_retention.policy import check
 
         check(self._rules, config, note)
         return config
 
     @hookimpl
-    def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:
+    def plan_lines(self, config: RunConfig, plugins: Sequence[Selected]) -> Iterable[tuple[str, str]]:
         """How much disk checkpoints take at most."""
         from miles_retention.policy import bound
 
-        return [("checkpoints", bound(self._rules, config))] if config.checkpoint.save else []
+        return [("checkpoints", bound(self._rules, config, plugins))] if config.checkpoint.save else []
 
     @hookimpl
     def begin(self, plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:

@@ -7,11 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_core.config import RunConfig
-from miles_core.config.load import config_json
+from miles_core.config.load import config_json, with_values
 from miles_core.errors import ConfigError
 from miles_core.record.events import read
+
+if TYPE_CHECKING:
+    from miles_core.plugins.select import Selected
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +92,7 @@ def check(rules: Rules, config: RunConfig, note: Callable[[str], None]) -> None:
                           code="keep-metric-never-evaluated")
 
 
-def bound(rules: Rules, config: RunConfig) -> str:
+def bound(rules: Rules, config: RunConfig, plugins: Sequence[Selected] = ()) -> str:
     """How many checkpoints there are at most, those that are being written included, and what they take."""
     every, rollouts = config.checkpoint.save_interval, config.rollout.num_rollout
     saves = None if rollouts is None else rollouts // every + (rollouts % every > 0) if every else 1
@@ -106,7 +110,7 @@ def bound(rules: Rules, config: RunConfig) -> str:
         return f"kept: {' and '.join(parts)}"
     under_way = 2 if config.checkpoint.async_save else 1  # the one before may be published after the last look
     most = count + under_way if saves is None else min(count + under_way, max(saves, 1))
-    size = checkpoint_bytes(config)
+    size = checkpoint_bytes(config, plugins)
     disk = "" if size is None else f", about {most * size / GIB:.3g} GiB of {size / GIB:.3g} each"
     return f"kept: {' and '.join(parts)}; at most {most} at a time in {config.checkpoint.save}{disk}"
 
@@ -119,14 +123,28 @@ def _measured(rules: Rules, config: RunConfig) -> str:
     return f" (measured of one in {math.lcm(every, evaluated) // every} and of the last)"
 
 
-def checkpoint_bytes(config: RunConfig) -> float | None:
-    """What a checkpoint of the actor takes: its weights, and float32 weights and two moments of the optimizer; None
-    where the Hugging Face directory has no weights to count."""
-    folder = Path(config.checkpoint.hf_checkpoint or "")
-    files = [path.stat().st_size for path in folder.glob("*.safetensors")] if folder.is_dir() else []
-    constants = config_json(config)[1] or {}
-    if not files or "quantization_config" in constants:
+def checkpoint_bytes(config: RunConfig, plugins: Sequence[Selected]) -> float | None:
+    """What a checkpoint takes at most: of every model that trains its weights, and float32 weights and two moments,
+    which are AdamW's; Muon has less. None where a Hugging Face directory has no weights to count, or where adapters
+    alone train."""
+    if any("frozen-base" in one.manifest.provides for one in plugins):
+        return None
+    beside = [config.options.get(one.manifest.name, {}).get(word.removeprefix("trains:")) for one in plugins
+              for word in one.manifest.provides if word.startswith("trains:")]
+    counts = [_parameters(config if source is None else with_values(config, "", checkpoint__hf_checkpoint=source))
+              for source in (None, *beside)]
+    if None in counts:
+        return None
+    masters = config.perf.trainer == "fsdp"  # alone, where Megatron's optimizer has them beside the weights
+    weights, optimizer = 4 if masters or not config.perf.bf16 else 2, 8 if masters else 12
+    return sum(filter(None, counts)) * (weights + (0 if config.checkpoint.no_save_optim else optimizer))
+
+
+def _parameters(config: RunConfig) -> float | None:
+    """Of --hf-checkpoint, by the size of its files; None where there are none, or where they are quantised."""
+    path, constants = config_json(config)
+    files = [file.stat().st_size for file in path.parent.glob("*.safetensors")]
+    if not files or constants is None or "quantization_config" in constants:
         return None
     wide = str(constants.get("dtype") or constants.get("torch_dtype") or "bfloat16").endswith("32")
-    parameters = sum(files) / (4 if wide else 2)
-    return parameters * ((2 if config.perf.bf16 else 4) + (0 if config.checkpoint.no_save_optim else 12))
+    return sum(files) / (4 if wide else 2)

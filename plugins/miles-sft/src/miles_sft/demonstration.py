@@ -7,6 +7,7 @@ Behaviour cloning in the words of policy gradients: advantages of 1, and log-pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,10 +59,12 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
     arguments, tools = config.rollout.apply_chat_template_kwargs or {}, _tools(prompt, options.sft_tools_key, where)
     if tools:
         arguments = {**arguments, "tools": tools}
+    figures = dict[str, float]()
     if prompt.messages and prompt.messages[-1].get("role") == "assistant":
-        encoded = encode(tokenizer, prompt.messages, arguments, where,
-                       last_only=options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen",
-                       alone=options.sft_loss_mask_type == "qwen3", shown=options.sft_loss_mask_type == "qwen3_5")
+        last_only = options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen"
+        encoded = encode(tokenizer, prompt.messages, arguments, where, last_only=last_only,
+                         alone=options.sft_loss_mask_type == "qwen3", shown=options.sft_loss_mask_type == "qwen3_5")
+        figures = _reasoning_left_out(prompt.messages[-1:] if last_only else prompt.messages, encoded, tokenizer)
     else:
         response, text, before = _response(prompt, options.sft_response_key, where), prompt.text, prompt.token_ids
         if tools and prompt.messages:  # the prompt was rendered without them
@@ -85,11 +88,24 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
     if start == 0:
         raise DataError("no tokens precede the answer, so its first token cannot be predicted", who=where,
                         fix="give the row a prompt", code="sft-answer-without-prompt")
-    return _sample(prompt, encoded, start, status, version, tokenizer)
+    return _sample(prompt, encoded, start, status, version, tokenizer, figures)
+
+
+def _reasoning_left_out(messages: Sequence[Mapping[str, object]], encoded: EncodedConversation,
+                        tokenizer: Any) -> dict[str, float]:
+    """Of the answers among messages that have `reasoning_content`, the share whose text is not trained on: a template
+    that knows no such key leaves it out without a word. Nothing where no answer has any."""
+    reasoning = [str(message["reasoning_content"]).strip() for message in messages
+                 if message.get("role") == "assistant" and message.get("reasoning_content")]
+    if not reasoning:
+        return {}
+    trained = [token for token, bit in zip(encoded.ids, encoded.mask, strict=True) if bit]
+    text = tokenizer.decode(trained, clean_up_tokenization_spaces=False)
+    return {"reasoning_left_out": sum(one not in text for one in reasoning) / len(reasoning)}
 
 
 def _sample(prompt: Prompt, encoded: EncodedConversation, start: int, status: Status, version: int,
-            tokenizer: Any) -> Sample:
+            tokenizer: Any, figures: dict[str, float]) -> Sample:
     length = len(encoded.ids) - start
     return Sample(
         prompt=prompt,
@@ -98,6 +114,7 @@ def _sample(prompt: Prompt, encoded: EncodedConversation, start: int, status: St
         text=tokenizer.decode(encoded.ids[start:]),
         status=status,
         reward=0.0,
+        metadata={"figures": figures} if figures else {},
         columns={
             "tokens": np.array(encoded.ids, np.int32),
             "loss_mask": np.array(encoded.mask[start:], np.uint8),

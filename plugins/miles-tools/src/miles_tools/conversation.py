@@ -139,7 +139,7 @@ class _Conversation:
 
     async def _answered(self) -> Status | None:
         options, transcript = self._shared.options, self._transcript
-        text = self._text(self._shared.template.without_end(transcript.last_turn))
+        text = self._text(self._shared.template.without_end(transcript.last_turn, self._generation.sampling.stop))
         calls = parse(text, options.tool_format, tuple(self._shared.toolbox.tools))[1]
         if not calls:
             return Status.COMPLETED
@@ -167,7 +167,7 @@ class _Conversation:
         if isinstance(turn, Drop):
             self._drop = turn
             return Status.FAILED
-        suffix = template.joining(turn.token_ids, after=transcript.ids[-1])
+        suffix = template.joining(turn.token_ids, transcript.ids[-1], self._generation.sampling.stop)
         if transcript.response_length + len(suffix) >= self._most:
             return Status.TRUNCATED
         transcript.append_suffix(suffix, images_of(turn))

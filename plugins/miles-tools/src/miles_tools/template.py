@@ -51,9 +51,9 @@ class Template:
         self.tokenizer = tokenizer
         self._arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
         # An image's and an end beside the one that the settings name, as Phi's <|end|>, are only added.
-        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = frozenset((*tokenizer.all_special_ids, *added))
-        self._spellings = tuple(dict.fromkeys((*tokenizer.all_special_tokens, *added.values())))
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)) | added
+        self._special_ids = frozenset(self._special.values())
 
     def text(self, messages: Sequence[Mapping[str, Any]], where: str, *, opening: bool = True) -> str:
         """Messages as the template writes them, with the opening of an answer.
@@ -84,17 +84,26 @@ class Template:
         """What `suffix` encodes."""
         return after_a_turn(lambda them: self.text(them, "a tool's answer"), messages, DRAWN)
 
-    def joining(self, ids: Sequence[int], after: int) -> list[int]:
-        """The ids of a suffix, less the end of the drawn turn where the engine drew one."""
-        return list(ids[1:] if ids and ids[0] in self._special and after in self._special else ids)
+    def joining(self, ids: Sequence[int], after: int, stops: Sequence[str] = ()) -> list[int]:
+        """The ids of a suffix, less the end of the drawn turn where the engine drew one.
 
-    def without_end(self, drawn: Sequence[int]) -> list[int]:
-        """A drawn turn less the special token that ended it."""
-        return list(drawn[:-1] if drawn and drawn[-1] in self._special else drawn)
+        Args:
+            stops: texts that cut a turn short; one that is a special token is no end, but what the turn says.
+        """
+        ended = bool(ids) and ids[0] in self._special_ids and (after == ids[0] or self._ends(after, stops))
+        return list(ids[1:] if ended else ids)
+
+    def without_end(self, drawn: Sequence[int], stops: Sequence[str] = ()) -> list[int]:
+        """A drawn turn less the special token that ended it; `stops` as in `joining`."""
+        return list(drawn[:-1] if drawn and self._ends(drawn[-1], stops) else drawn)
+
+    def _ends(self, token: int, stops: Sequence[str]) -> bool:
+        stopped = token in map(self._special.get, stops) and token != self.tokenizer.eos_token_id  # that stays the end
+        return token in self._special_ids and not stopped
 
     def harmless(self, text: str) -> str:
         """A text that the model did not write, with a space in whatever would be tokenised as a special token."""
-        for token in self._spellings:
+        for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 

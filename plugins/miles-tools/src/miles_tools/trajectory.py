@@ -200,8 +200,8 @@ class Trajectory:
         text = self._template.suffix_text(messages) if begun else self._template.text(messages, self._name)
         if not begun:
             self._opening = text
-        turn = self._shown(text, images)
-        return replace(turn, ids=self._template.joining(turn.ids, after=begun[-1])) if begun else turn
+        turn, stops = self._shown(text, images), self._generation.sampling.stop
+        return replace(turn, ids=self._template.joining(turn.ids, begun[-1], stops)) if begun else turn
 
     async def draw(self, chat: Asked, turn: Turn, index: int, number: int) -> Completion:
         """Answer a request; a call that is cancelled, or that the engine did not answer, changes nothing.

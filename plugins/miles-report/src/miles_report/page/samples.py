@@ -27,11 +27,12 @@ def list_samples(run_dir: str | os.PathLike[str]) -> list[Item]:
 
 
 def surviving(files: Sequence[Item], history: History) -> list[Item]:
-    """The files but for those that a later start does again and has not got to yet; an eval at its first one stands."""
-    starts = [(start["time"] - 2, start.get("resumed_from") or 0) for start in history.starts[1:]]
+    """The files but for those that a later start does again and has not got to yet. An eval at the rollout that one
+    resumes at stands: it is of the checkpoint's weights. Of what was there before a start from scratch none does."""
+    starts = [(start["time"] - 2, start.get("resumed_from")) for start in history.starts[1:]]
 
     def superseded(name: str, rollout_id: int, path: Path) -> bool:
-        later = [began for began, first in starts if first < rollout_id + (name == "rollout")]
+        later = [began for began, first in starts if first is None or first < rollout_id + (name == "rollout")]
         return bool(later) and path.stat().st_mtime < max(later)
 
     return [item for item in files if not superseded(*item)]
