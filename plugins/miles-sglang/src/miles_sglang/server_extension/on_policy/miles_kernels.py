@@ -60,10 +60,11 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, sizes:
     return out
 
 
-def turns(q: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `turn` can: bfloat16 of one packed batch on a GPU, heads whose size is a power of two."""
-    alike = all(one.dtype == torch.bfloat16 and one.is_cuda for one in (q, *others))
-    return alike and len(q) == 1 and not q.shape[-1] & (q.shape[-1] - 1)
+def turns(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether `turn` can: bfloat16 of one packed batch on a GPU, whole heads whose size is a power of two."""
+    alike = all(one.dtype == torch.bfloat16 and one.is_cuda for one in (q, k, cos, sin))
+    size = q.shape[-1]
+    return alike and len(q) == 1 and size == cos.shape[-1] and not size & (size - 1)
 
 
 def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
