@@ -132,6 +132,16 @@ class Group:
         return min(int(s.columns["versions"].min()) for s in self.samples if s.response_length)
 
 
+def rollout_keys(group: Group) -> list[tuple[str, int]]:
+    """Which rollout each sample belongs to: a number that it shares with its siblings, or its own position. Siblings
+    whose rewards differ, such as several agents, are compared each by itself."""
+    rewards: dict[int | None, set[float | None]] = {}
+    for sample in group.samples:
+        rewards.setdefault(sample.rollout, set()).add(sample.reward)
+    return [("rollout", s.rollout) if s.rollout is not None and len(rewards[s.rollout]) == 1 else ("own", i)
+            for i, s in enumerate(group.samples)]
+
+
 @dataclass(slots=True)
 class CancelHandle:
     """Cancels one group: knows its requests to the engine.

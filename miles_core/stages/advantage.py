@@ -15,7 +15,7 @@ import numpy as np
 from miles_core.columns import trained
 from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError, TrainError
-from miles_core.types import LARGEST_REWARD, Batch, Group, Sample
+from miles_core.types import LARGEST_REWARD, Batch, Group, Sample, rollout_keys
 
 DDOF = 1
 WHITEN_EPSILON = 1e-8
@@ -82,16 +82,6 @@ def rollout_rewards(group: Group) -> dict[object, float]:
         RewardError: a missing or non-finite reward.
     """
     return dict(zip(rollout_keys(group), map(_trainable_reward, group.samples), strict=True))
-
-
-def rollout_keys(group: Group) -> list[tuple[str, int]]:
-    """Which rollout each sample belongs to: a number that it shares with its siblings, or its own position. Siblings
-    whose rewards differ, such as several agents, are compared each by itself."""
-    rewards: dict[int | None, set[float | None]] = {}
-    for sample in group.samples:
-        rewards.setdefault(sample.rollout, set()).add(sample.reward)
-    return [("rollout", s.rollout) if s.rollout is not None and len(rewards[s.rollout]) == 1 else ("own", i)
-            for i, s in enumerate(group.samples)]
 
 
 def to_samples(group: Group, by_rollout: dict[object, float]) -> list[float]:

@@ -124,8 +124,9 @@ class Buffer:
         if self._restored:
             return self._restored.popleft()
         dropped = [slot.outcome for slot in self._slots if isinstance(slot.outcome, Drop)]
-        if len(dropped) + self._retried.total() >= self.most_drops:
-            raise self._starved(dropped)
+        passed = sum(isinstance(slot.outcome, Group) for slot in self._slots)  # full batches among them wait as well
+        if len(dropped) + self._retried.total() >= self.most_drops * (1 + passed // self.batch_size):
+            raise self._starved(dropped, passed % self.batch_size)
         slot = Slot(round=self._released)
         self._slots.append(slot)
         return slot
@@ -255,10 +256,9 @@ class Buffer:
         self._leaving = [slot for slot in self._leaving if slot not in slots]
         self._changed.set()
 
-    def _starved(self, dropped: list[Drop]) -> StarvedError:
+    def _starved(self, dropped: list[Drop], passed: int) -> StarvedError:
         counts = Counter(drop.reason for drop in dropped) + self._retried
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
-        passed = sum(isinstance(slot.outcome, Group) for slot in self._slots)
         detail = next((d.detail for d in reversed(dropped) if d.detail), "")
         return StarvedError(f"filters dropped {counts.total()} groups ({reasons}) and kept {passed} of the "
                             f"{self.batch_size} that a rollout needs{'; last: ' + detail if detail else ''}",

@@ -7,19 +7,20 @@ from collections.abc import Mapping
 import numpy as np
 
 from miles_core.config.tables import RunConfig
-from miles_core.types import Batch, Sample
+from miles_core.types import Batch, Sample, rollout_keys
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Miles's names for what a rollout brought; without a reward where there are only demonstrations nobody scored."""
     samples = batch.samples
-    rewards = np.array([s.reward for s in samples])
+    rollouts = [dict(zip(rollout_keys(one), one.samples)).values() for one in batch.groups]  # a sample of each
+    rewards = np.array([s.reward for one in rollouts for s in one])
     lengths = np.array([s.response_length for s in samples])
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
     oldest = min((s.columns["versions"].min() for s in samples if s.response_length), default=batch.version)
-    alike = [np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups if len(one.samples) > 1]
+    alike = [np.ptp([s.reward for s in one]) == 0 for one in rollouts if len(one) > 1]
     metrics = {
-        **({"rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples])}
+        **({"rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for one in rollouts for s in one])}
            if rewards.any() or any(s.rewards or s.columns["rollout_log_probs"].any() for s in samples) else {}),
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
         **{f"rollout/response_len/{name}": getattr(np, name)(lengths) for name in ("mean", "median", "max", "min")},
@@ -44,6 +45,5 @@ def times(batch: Batch, metrics: Mapping[str, float], config: RunConfig, gpus: i
 
 def figures(samples: list[Sample], under: str = "") -> dict[str, float]:
     """The mean of each figure and of each scorer's reward over the samples that have it."""
-    each = [{f"reward/{name}": reward for name, reward in sample.rewards.items()} | sample.metadata.get("figures", {})
-            for sample in samples]
+    each = [{f"reward/{name}": one for name, one in s.rewards.items()} | s.metadata.get("figures", {}) for s in samples]
     return {under + key: float(np.mean([one[key] for one in each if key in one])) for key in sorted(set().union(*each))}

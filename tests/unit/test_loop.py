@@ -190,6 +190,18 @@ def test_filters_that_drop_everything_end_the_run_and_count_the_reasons():
     assert len(run.prompts.handed_out) == 43
 
 
+@pytest.mark.parametrize("max_lag", [0, 1, 3, 5])
+def test_drops_are_bounded_for_each_rollout_however_many_are_sampled_ahead(max_lag):
+    """A batch costs 44 drops, of which a full buffer holds those of several; only what drops all that comes ends it."""
+    def settings(last):
+        return {"rollouts": 9, "batch_size": 4, "max_lag": max_lag, "duration": lambda uid, tries: 0.01, "train": 5.0,
+                "dropped": lambda uid: uid % 12 != 11 or uid >= last, "most_drops": 50}
+
+    assert len(go(**settings(math.inf)).trainer.batches) == 9
+    with pytest.raises(StarvedError, match="kept 0 of the 4"):
+        go(**settings(4 * 48))
+
+
 def test_a_resumed_run_samples_exactly_the_prompts_that_were_not_trained_on():
     run = toy_run(rollouts=9, batch_size=4, max_lag=2, credit=2, duration=uneven(5), dropped=third)
     seen = []

@@ -41,6 +41,19 @@ def test_one_answer_is_no_group_of_one_score():
     assert rollout_metrics(Batch(0, [Group(one.prompt, [one, twin])], 3))["rollout/zero_std/percentage"] == 1
 
 
+def test_a_rollout_of_several_samples_counts_once():
+    """As in baselines and evaluations: an agent of many conversations is not rewarded more often than one of few."""
+    many, few = [make_sample(0, i, 1.0, rollout=0) for i in range(3)], [make_sample(0, 3, 0.0, rollout=1)]
+    found = rollout_metrics(Batch(0, [Group(many[0].prompt, [*many, *few])], 3))
+    assert found["rollout/raw_reward"] == 0.5 and found["rollout/zero_std/percentage"] == 0
+    many[0].metadata["raw_reward"] = many[1].metadata["raw_reward"] = many[2].metadata["raw_reward"] = 2.0
+    few[0].metadata["raw_reward"] = 0.0
+    found = rollout_metrics(Batch(0, [Group(many[0].prompt, [*many, *few])], 3))
+    assert (found["rollout/raw_reward"], found["rollout/rewards"]) == (1.0, 0.5)
+    alone = rollout_metrics(Batch(0, [Group(many[0].prompt, many)], 3))
+    assert "rollout/zero_std/percentage" not in alone, "one answer, of three conversations"
+
+
 def test_answers_that_all_failed_have_a_reward_and_demonstrations_none():
     """Also where the generator gives the rewards itself: no scorer has left any."""
     failed = [make_sample(uid, 0, 0.0) for uid in range(2)]

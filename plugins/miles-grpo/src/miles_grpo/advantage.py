@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from miles_core.config.tables import Algorithm
-from miles_core.stages.advantage import DDOF, rollout_keys, rollout_rewards, to_samples
+from miles_core.stages.advantage import DDOF, rollout_rewards, to_samples
 from miles_core.stages.reward import weighted_sum
-from miles_core.types import Batch, Group, Sample
+from miles_core.types import Batch, Group, Sample, rollout_keys
 
 STD_EPSILON = 1e-6
 

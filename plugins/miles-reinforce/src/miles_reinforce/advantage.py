@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from miles_grpo.advantage import normalized
 
-from miles_core.stages.advantage import kl_penalties, rollout_keys, rollout_rewards, to_samples, token_rewards
+from miles_core.stages.advantage import kl_penalties, rollout_rewards, to_samples, token_rewards
+from miles_core.types import rollout_keys
 
 if TYPE_CHECKING:
     from miles_core.config.tables import Algorithm
