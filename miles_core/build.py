@@ -276,7 +276,7 @@ def with_context(config: RunConfig) -> RunConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     folder, constants = Path(config.checkpoint.hf_checkpoint), config_json(config)[1] or {}
-    who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
+    who = f"--hf-checkpoint {folder}"
     most = constants.get("max_position_embeddings")
     if most is None and constants.get("model_type") in CONFIG_MAPPING:  # Gemma 3's files leave it out
         with reading(who, CheckpointError):
@@ -284,7 +284,7 @@ def with_context(config: RunConfig) -> RunConfig:
     if not isinstance(most, int):
         what = "config.json cannot be read, or has no max_position_embeddings"
         raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",
-                              got=most, who=who, fix=fix)
+                              got=most, who=who, fix="name a model's folder; hf download --local-dir makes one")
     most = max(most, config.surface("server").get("context_length") or 0)  # which the servers are told too
     wanted = config.rollout.rollout_max_context_len
     if wanted is not None and wanted > most:
