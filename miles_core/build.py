@@ -235,9 +235,9 @@ def _generator(parts: Parts, engine: Engine, params: SamplingParams, stream: str
             on_response=hooks.generate_response or (lambda sample, response: sample))
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
         answer = await attended(how(prompt, generation), generation, who)
-        if not (isinstance(answer, list) and answer and all(isinstance(sample, Sample) for sample in answer)):
+        if not isinstance(answer, list) or {*map(type, answer)} != {Sample} or len({*map(id, answer)}) < len(answer):
             raise HookError("a generator must return a non-empty list of samples", code="generator-returns-no-samples",
-                            got=repr(answer)[:100], who=who, fix="see docs/hooks.md")
+                            got=repr(answer)[:100], who=who, fix="return one Sample object for each answer")
         group = Group(prompt, answer)
         for sample in group.samples:
             columns.check(sample)
