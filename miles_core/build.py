@@ -235,9 +235,9 @@ def _generator(parts: Parts, engine: Engine, params: SamplingParams, stream: str
             on_response=hooks.generate_response or (lambda sample, response: sample))
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
         answer = await attended(how(prompt, generation), generation, who)
-        if not (isinstance(answer, list) and answer and all(isinstance(sample, Sample) for sample in answer)):
+        if not isinstance(answer, list) or {*map(type, answer)} != {Sample} or len({*map(id, answer)}) < len(answer):
             raise HookError("a generator must return a non-empty list of samples", code="generator-returns-no-samples",
-                            got=repr(answer)[:100], who=who, fix="see docs/hooks.md")
+                            got=repr(answer)[:100], who=who, fix="return one Sample object for each answer")
         group = Group(prompt, answer)
         for sample in group.samples:
             columns.check(sample)
@@ -276,7 +276,7 @@ def with_context(config: RunConfig) -> RunConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     folder, constants = Path(config.checkpoint.hf_checkpoint), config_json(config)[1] or {}
-    who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
+    who = f"--hf-checkpoint {folder}"
     most = constants.get("max_position_embeddings")
     if most is None and constants.get("model_type") in CONFIG_MAPPING:  # Gemma 3's files leave it out
         with reading(who, CheckpointError):
@@ -284,7 +284,7 @@ def with_context(config: RunConfig) -> RunConfig:
     if not isinstance(most, int):
         what = "config.json cannot be read, or has no max_position_embeddings"
         raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",
-                              got=most, who=who, fix=fix)
+                              got=most, who=who, fix="name a model's folder; hf download --local-dir makes one")
     most = max(most, config.surface("server").get("context_length") or 0)  # which the servers are told too
     wanted = config.rollout.rollout_max_context_len
     if wanted is not None and wanted > most:

@@ -79,7 +79,7 @@ class Sample:
         index: position in its group, from 0.
         columns: name -> array; "tokens" (prompt + response) is always there. See columns.py for alignments.
         response_length: number of response tokens R, those that a tool wrote included.
-        text: the decoded response.
+        text: the decoded response, with the token that ended it unless --rollout-skip-special-tokens is on.
         rewards: score by scorer name.
         reward: the combined score, None until the reward stage.
         rollout: samples that one execution produced share this number and count as one rollout in denominators;

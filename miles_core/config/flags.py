@@ -157,7 +157,7 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], surfa
                 return made
         raise _unknown(one.flag, spellings, surfaces)
     except UnknownKeyError as error:
-        raise _not_enabled(one.flag, plugins) or error from None
+        raise _not_enabled(one.flag, plugins, surfaces) or error from None
 
 
 def needless(one: Given, switch: bool, why: str, notes: list[str]) -> list[Assignment]:
@@ -186,12 +186,12 @@ def words_of(one: Given) -> object:
     return one.words[0] if len(one.words) == 1 else list(one.words)
 
 
-def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | None:
-    """The error for a flag of a plugin that is known and not enabled: --PLUGIN.OPTION, or a spelling of its option."""
+def _not_enabled(flag: str, plugins: Mapping[str, str], surfaces: Sequence[Surface]) -> UnknownKeyError | None:
+    """The error for a flag of a plugin that is not enabled: --PLUGIN.OPTION, a flag of an option, or else its name."""
     from miles_core.plugins.select import readable
 
     claiming = (one.name for one in readable() if one.name in plugins for o in one.options.values()
-                if flag in (f"--{o.name.replace('_', '-')}", *o.flags, *o.off))
+                if flag in o.flags + o.off or o.name == flag[2:].replace("-", "_") and not advice(surfaces, flag[2:]))
     name = flag[2:].partition(".")[0]
     owner = name if name in plugins else next(claiming, None)
     return None if owner is None else UnknownKeyError(

@@ -312,8 +312,8 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError("the run file does not exist", code="run-file-missing", who=str(path),
-                          fix="check the path; an option is written --KEY VALUE") from None
+        raise ConfigError("the run file does not exist", code="run-file-missing", who=str(path), fix=did_you_mean(
+            str(path), map(str, path.parent.glob("*.toml"))) or "check the path; options are --KEY VALUE") from None
     except OSError as error:
         raise ConfigError("the run file cannot be read", code="run-file-unreadable", got=error.strerror, who=str(path),
                           fix="name a .toml file that you may read") from None

@@ -96,7 +96,7 @@ class Rollout:
     rollout_max_context_len: int | None = option(None, "Prompt and response together; default: the model's.")
     rollout_stop: list[str] = option([], "Strings that end a response.")
     rollout_stop_token_ids: list[int] = option([], "Token ids that end a response.")
-    rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the decoded text.")
+    rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the text that scorers read.")
     rollout_timeout: float = option(
         600.0, "Seconds allowed for one engine call, and for everything a generator does between two calls.")
     pause_generation_mode: Literal["retract", "in_place", "abort"] = option(

@@ -175,8 +175,8 @@ def manifest_of(one: Installed) -> Manifest:
 
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
-    names = ", ".join(one.name for one in have) or "none"
-    fix = "leave spaces between names, not commas" if "," in text else (
-        did_you_mean(name, [*KNOWN, *(one.name for one in have)]) or "pip install it, or pass a file: ./my_plugin.py")
-    return UnknownPluginError(f"unknown plugin {text!r}", code="plugin-unknown", got=f"installed: {names}", who=origin,
-                              fix=fix)
+    names = [one.name for one in have]
+    fix = "leave spaces between names, not commas" if "," in text else did_you_mean(name, [*KNOWN, *names])
+    return UnknownPluginError(f"unknown plugin {text!r}", code="plugin-unknown", who=origin,
+                              got=None if fix else f"installed: {', '.join(names) or 'none'}",
+                              fix=fix or "pip install it, or pass a file: ./my_plugin.py")

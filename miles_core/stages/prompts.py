@@ -244,7 +244,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dic
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template", code="chat-template-missing",
                         who=str(getattr(tokenizer, "name_or_path", "tokenizer")),
-                        fix="pass --chat-template-path FILE, or remove --apply-chat-template")
+                        fix="pass --chat-template-path FILE; prompts of plain text need no --apply-chat-template")
     import jinja2
 
     options = {"add_generation_prompt": True, **arguments}

@@ -387,6 +387,9 @@ class Bad:
      "generator 'bad', train prompt 0: a generator must return a non-empty list of samples (got [])"),
     ("name='bad'", "async def generate", "prompt, generation", "None if prompt else []", ["--generate", "bad"],
      "generator 'bad', train prompt 0: a generator must return a non-empty list of samples (got None)"),
+    ("name='bad'", "async def generate", "prompt, generation",
+     "2 * await __import__('miles_core.stages.rollout').stages.rollout.single_turn(prompt, generation)",
+     ["--generate", "bad"], "generator 'bad', train prompt 0: ... [generator-returns-no-samples]"),
     ("name='bad'", "def advantage", "batch", "[1.0]", ["--advantage-estimator", "bad", "--policy-loss", "clip"],
      "advantage ... 'bad' ... 16"),
     ("name='bad'", "def advantage", "batch", "[float('nan')] * 16",
@@ -397,7 +400,7 @@ class Bad:
     ("", "def finish", "", "1 / 0", ["--num-rollout", "1", "--strict-trackers"],
      "plugin bad ... hook finish: ZeroDivisionError"),
     ("", "def metrics", "rollout_id", "1 / 0", ["--strict-trackers"], "plugin bad ... hook metrics: ZeroDivisionError"),
-], ids=["all-dropped", "no-samples", "none", "too-few", "nan", "combine", "finish", "metrics"])  # fmt: skip
+], ids=["all-dropped", "no-samples", "none", "twice", "too-few", "nan", "combine", "finish", "metrics"])  # fmt: skip
 def test_hook_that_gives_nothing_to_train_on(place, mark, define, arguments, body, flags, words):
     source = HOOK.format(mark=mark, define=define, arguments=arguments, body=body).replace("(self, )", "(self)")
     place.refuses(1, words, *place.plugin(source), *flags)

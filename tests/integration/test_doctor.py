@@ -505,6 +505,14 @@ def test_a_sickness_is_named_with_its_side_and_a_remedy(patient, name, case):
     assert len((patient.path / file).read_text().splitlines()) >= int(number or 1)
 
 
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_scorer_of_nothing_but_0_may_have_read_special_tokens(patient, left_out):
+    patient.metrics(rollout__reward__math=0.0)
+    patient.plan(rollout__rollout_skip_special_tokens=left_out)
+    [finding] = [one for one in patient.examine().findings if one.rule == "silent-scorer"]
+    assert ("--rollout-skip-special-tokens" in finding.fix) == (not left_out)
+
+
 @pytest.mark.parametrize(("options", "seen"), [
     ({}, True),
     ({"megatron__moe_enable_routing_replay": True}, False),

@@ -10,6 +10,7 @@ import pytest
 from miles_testing import tiny_checkpoint, toy_run
 from miles_testing.stubs import listed
 
+from miles_core.types import Prompt, Sample
 from tests.pages import ROOT, blocks
 
 SPECS = listed()
@@ -65,6 +66,15 @@ def test_every_hook_is_called_in_a_run(mine):
         "checkpoint.save": "{run_dir}/saved", "checkpoint.save_hf": "{run_dir}/hf"})
     called = {path.name for path in mine.parent.iterdir()}
     assert set(SPECS) - called == set(NOT_IN_A_RUN)
+
+
+def test_the_scorer_on_its_page_knows_a_right_answer_with_the_token_that_ended_it():
+    """A new project begins with it, and by default special tokens are in an answer's text."""
+    [block] = [one for one in blocks(ROOT / "docs" / "hooks" / "reward.md") if one.mark == "hook"]
+    names = {}
+    exec(compile(block.text, "reward.md", "exec"), names)
+    prompt = Prompt(0, 0, "2+2=", (1, 2), label="4")
+    assert [names["MyReward"]().reward(Sample(prompt, 0, text=f"{answer}<|im_end|>")) for answer in (4, 5)] == [1, 0]
 
 
 @pytest.mark.parametrize("test", NOT_IN_A_RUN.values(), ids=NOT_IN_A_RUN)

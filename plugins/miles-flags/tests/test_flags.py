@@ -85,6 +85,8 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 @pytest.mark.parametrize(("argv", "says"), [
     (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engines of training"),
+    (["--optimizer.lr", "0.9"], "did you mean --lr"), (["--group-size", "4"], "write --n-samples-per-prompt"),
+    (["--tensor-parallel-size", "2"], "--rollout-num-gpus-per-engine for an engine"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--lerning-rate", "1e-4"], r"did you mean --lr\?"),
     (["--data.train-batch-size", "4"], "write --rollout-batch-size"), (["--warmup-ratio", "1"], "--lr-warmup-fraction"),

@@ -61,6 +61,18 @@ def test_a_run_that_begins_anew_over_a_checkpoint_says_so(plan, tmp_path):
     assert not told("--load", tmp_path)
 
 
+def test_a_run_that_takes_the_place_of_another_says_so(plan, tmp_path):
+    """A debugging run of the same file too: it would replace the curves and samples of what was trained."""
+    def remarks(*flags):
+        return [note for note in plan("--run-dir", tmp_path / "run", *flags).notes if f"--run-dir {tmp_path}" in note]
+
+    assert not remarks()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").touch()
+    assert len(remarks()) == len(remarks("--debug-rollout-only")) == 1
+    assert not remarks("--save", tmp_path / "saved", "--load", tmp_path / "saved"), "it is the same run, started again"
+
+
 @pytest.mark.parametrize(("files", "message"), [
     (("pytorch_model.bin",), "*.bin files only"), (("pytorch_model.bin", "model.safetensors"), None),
     (("model.safetensors.index.json", "a.safetensors"), "not there (got b.safetensors)"),

@@ -160,6 +160,12 @@ def test_a_run_file_that_is_not_there(call):
     assert code == 2 and "nowhere.toml: " in err and "[run-file-missing]" in err
 
 
+def test_a_run_file_that_is_called_otherwise(call, tmp_path):
+    (tmp_path / "recipe.toml").write_text("[rollout]\n")
+    code, _, err = call("run", "recipe")
+    assert code == 2 and "'recipe.toml'" in err and "[run-file-missing]" in err
+
+
 def test_a_key_in_a_run_file_is_blamed_on_its_line(call, tmp_path):
     (tmp_path / "bad.toml").write_text("[rollout]\nnum_rollout = 1\nrollout_batch_sise = 4\n")
     code, _, err = call("run", "bad.toml")

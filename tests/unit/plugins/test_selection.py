@@ -116,7 +116,7 @@ def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
     (["--preset", "wode"], ConfigError, "unknown preset 'wode'.*there are .*wide.*did you mean 'wide'"),
     (["--plugin", "one", "--no-plugin", "two"], UnknownPluginError, "'two' is not enabled.*enabled: one"),
     (["--plugin", "one", "--no-plugin", "megatron"], OwnerError, r"'megatron'.*\[core-part-not-removable\]"),
-    (["--plugin", "oen"], UnknownPluginError, "unknown plugin 'oen'.*did you mean 'one'"),
+    (["--plugin", "oen"], UnknownPluginError, r"unknown plugin 'oen'\. Fix: did you mean 'one'"),
     (["--plugin", "one", "--plugin", "one"], OwnerError, "two plugins are called 'one'"),
     (["--plugin", "one", "--two.width", "3"], ConfigError, "belongs to plugin 'two', which is not enabled.*add"),
     (["--plugin", "one,two"], UnknownPluginError, "unknown plugin 'one,two'.*leave spaces between names"),

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.config.flags import Assignment, alone, needless, words_of
-from miles_core.config.options import Origin
+from miles_core.config.options import Origin, options_of
 from miles_core.config.surfaces import Surface, alike
+from miles_core.config.tables import TABLES
 from miles_core.errors import ConfigError, UnknownKeyError
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ class MilesFlags(Surface):
 
     def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
         """See Surface."""
+        place, _, key = flag[2:].partition(".")
+        if place in TABLES and key.replace("-", "_") in options_of(place, TABLES[place]):  # as a plan names it
+            return [(1.0, f"--{key}")]
         accepted = [name for name, entry in flags().items() if "refused" not in entry]
         others = {f"--{name}": ours for name, ours in table()["others"].items() if ours.startswith("--")}
         near = alike(flag, accepted, 0.7) or alike(flag, [*flags()], 0.85)

@@ -50,6 +50,9 @@ def check_paths(config: RunConfig, note: Note) -> None:
                           code="start-weights-quantised", fix="name the plain checkpoint with --ref-load (make it: "
                           "miles convert fp8-to-hf, int4-to-hf, of MXFP4 hf-to-dist); engines then serve this one")
     _writable(config)
+    if config.checkpoint.load is None and (Path(str(config.checkpoint.run_dir)) / "events.jsonl").is_file():
+        note(f"--run-dir {config.checkpoint.run_dir} has a run, whose curves and samples this one takes the place of: "
+             "another --run-dir keeps both")
 
 
 def _hf_checkpoint(config: RunConfig, note: Note) -> None:
@@ -181,10 +184,7 @@ def _tracked(config: RunConfig, folder: Path) -> None:
 
 
 def _writable(config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: nothing could be written where the run would save.
-    """
+    """Refuse a place where the run would save and nothing can be written."""
     for key in ("checkpoint.save", "checkpoint.save_hf", "checkpoint.run_dir", "perf.update_weight_disk_dir"):
         table, _, name = key.partition(".")
         if (folder := getattr(getattr(config, table), name)) is None:

@@ -12,7 +12,7 @@ from miles_core.plugins.select import all_specs, built_in
 NAMED = {
     "generate": ["from miles_core.stages.rollout import single_turn", "",
                  "return await single_turn(prompt, generation)"],
-    "reward": ["return float(sample.text.strip() == sample.prompt.label)"],
+    "reward": ["return float(str(sample.prompt.label) in sample.text)"],
     "combine_rewards": ["return sum(weight * sample.rewards[name] for name, weight in weights.items())"],
     "advantage": ["rewards = [float(sample.reward or 0.0) for sample in batch.samples]",
                   "mean = sum(rewards) / max(1, len(rewards))", "return [reward - mean for reward in rewards]"],

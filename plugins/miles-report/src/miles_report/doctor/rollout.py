@@ -111,8 +111,9 @@ def silent_scorer(run: Record) -> Iterator[Finding]:
             f"the scorer {scorer!r} gave 0 to every answer of {len(values)} rollouts",
             "it says nothing about the answers, or never finds what it compares them with" if counts
             else "it has weight 0, so it changes nothing",
-            f"compare an answer and its label in samples/ by hand; see --label-key and the options of {scorer!r}",
-            run.where(last))
+            f"compare an answer and its label in samples/ by hand; see --label-key and the options of {scorer!r}" + (
+                "" if run.option("rollout_skip_special_tokens") else "; an answer's text has the token that ended it, "
+                "unless --rollout-skip-special-tokens leaves it out"), run.where(last))
 
 
 def scorer_failed(run: Record) -> Iterator[Finding]:
