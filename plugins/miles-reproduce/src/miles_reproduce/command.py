@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from miles_core.errors import ConfigError
 from miles_reproduce import claim as claims
@@ -19,8 +20,13 @@ from miles_reproduce.plot import svg
 RUN_FILE, LOCK, CLAIM, PICTURE = "recipe.toml", "recipe.lock", "claim.toml", "curve.svg"
 
 
+def _names(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """For shell completion."""
+    return [CompletionItem(name) for name in _recipes() if name.startswith(incomplete)]
+
+
 @click.command("reproduce")
-@click.argument("name")
+@click.argument("name", shell_complete=_names)
 @click.option("--seeds", type=click.IntRange(1, 10), default=1, show_default=True, help="Runs, with as many seeds.")
 @click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True,
               help="The seeds are this one and those after it. A claim is of seeds 0, 1, ...: others test more.")
@@ -71,10 +77,13 @@ def _folder(name: str) -> Path:
     for folder in (Path(name), Path("recipes", name)):
         if (folder / RUN_FILE).is_file():
             return folder
-    names = sorted(path.parent.name for path in Path("recipes").glob(f"*/{RUN_FILE}"))
-    here = f"name one of recipes/: {', '.join(names)}" if names else "change to the repository's root"
+    here = f"name one of recipes/: {', '.join(_recipes())}" if _recipes() else "change to the repository's root"
     raise ConfigError("there is no such recipe", code="recipe-unknown", got=name, who="miles reproduce",
                       fix=f"{here}; or give a folder with {RUN_FILE}")
+
+
+def _recipes() -> list[str]:
+    return sorted(path.parent.name for path in Path("recipes").glob(f"*/{RUN_FILE}"))
 
 
 def _lock(run_file: Path) -> str:

@@ -134,16 +134,17 @@ def imbalance(run: Record) -> Iterator[Finding]:
     stage, most = max(mean.items(), key=lambda item: item[1])
     if total < SHORT or most < DOMINATES * total:
         return
-    ahead = int(run.option("max_lag") or 0)
+    ahead, shared = int(run.option("max_lag") or 0), run.option("colocate") or run.owner("engine") == "local"
     advice = {
-        "rollout": ("training waits for samples: more engines (--rollout-num-gpus), shorter answers"
-                    if ahead else "let sampling run ahead with --max-lag 1, or give it more GPUs (--rollout-num-gpus)"),
+        "rollout": ("fewer or shorter answers, or hardware of their own for the engines" if shared else
+                    "training waits for samples: more engines (--rollout-num-gpus), shorter answers" if ahead else
+                    "let sampling run ahead with --max-lag 1, or give it more GPUs (--rollout-num-gpus)"),
         "train": "more ranks for the trainer, larger micro-batches (--max-tokens-per-gpu), less recomputation",
         "score": "larger passes (--log-probs-max-tokens-per-gpu), or no reference where its KL is not used",
         "sync": "another --weight-sync (ipc or broadcast), or a larger --update-weight-buffer-size",
     }[stage]
     yield Finding("note", f"{most / total:.0%} of a rollout's {total:.1f} s are {stage}",
-                  "the other side idles meanwhile", advice, run.where(list(run.metrics.values())[-1]),
+                  "both sides take turns on one machine" if shared else "the other side idles meanwhile", advice, run.where(list(run.metrics.values())[-1]),
                   side="rollout" if stage == "rollout" else "both" if stage == "sync" else "training")
 
 
