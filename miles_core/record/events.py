@@ -104,15 +104,6 @@ class EventLog:
         self.append(Kind.RUN_START, start=self.starts, plan_hash=plan_hash, versions=dict(versions),
                     resumed_from=resumed_from, rollouts=rollouts)
 
-    def metrics(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self.append(Kind.METRICS, rollout_id, metrics=dict(metrics))
-
-    def eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self.append(Kind.EVAL, rollout_id, metrics=dict(metrics))
-
-    def message(self, level: str, text: str, rollout_id: int | None = None) -> None:
-        self.append(Kind.MESSAGE, rollout_id, level=level, text=text)
-
     def run_end(self, status: str, error: object = None) -> None:
         code = error.code if isinstance(error, MilesError) else None
         self.append(Kind.RUN_END, status=status, error=None if error is None else str(error), code=code)
