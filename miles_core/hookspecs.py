@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
     from miles_core.config.surfaces import Surface
+    from miles_core.evaluation import Evaluation
     from miles_core.plugins.select import Selected
     from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
@@ -174,6 +175,11 @@ def unfinished(group: Group) -> Group:
 def select_from_buffer(groups: list[Group], rollout_id: int) -> list[Group]:
     """1: which cancelled group continues now: the first of the returned ones; an empty list takes a new prompt.
     `groups` are oldest first. (--buffer-filter-path)"""
+
+
+@hookspec("chain", role="rollout", per="run")
+def evaluation(evaluation: Evaluation, parts: Any) -> Evaluation:
+    """1 to 3 on the eval datasets: when they are due, what samples them, who waits. (--eval-num-gpus)"""
 
 
 @hookspec("chain", role="rollout", per="rollout")

@@ -30,8 +30,8 @@ class Kind(StrEnum):
     person, too, as a warning or as its `level` says."""
 
     RUN_START = "run_start"  # start (from 1), plan_hash, versions {distribution: version}, resumed_from, rollouts
-    METRICS = "metrics"  # metrics {name: number}
-    EVAL = "eval"  # metrics {name: number}
+    METRICS, EVAL = "metrics", "eval"  # metrics {name: number}
+    EVAL_WEIGHTS, EVAL_SKIPPED, EVAL_MISSING = "eval_weights", "eval_skipped", "eval_missing"  # version; under_way; why
     WEIGHT_SYNC = "weight_sync"  # version, seconds, tensors, bytes
     DROP = "drop"  # reason, count, ...
     HEARTBEAT = "heartbeat"  # sampling, finished, dropped, capacity, version, oldest_s, idle_s; blocked_s and by whom

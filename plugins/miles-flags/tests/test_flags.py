@@ -84,7 +84,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engines of training"),
+    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "--eval-engine-addrs"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--data.train-batch-size", "4"], "write --rollout-batch-size"), (["--warmup-ratio", "1"], "--lr-warmup-fraction"),
     (["--use-fsdp"], "write --trainer fsdp"), (["--save-total-limit", "2"], "--retention.keep-last"),
