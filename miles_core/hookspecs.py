@@ -179,7 +179,7 @@ def select_from_buffer(groups: list[Group], rollout_id: int) -> list[Group]:
 
 @hookspec("chain", role="rollout", per="run")
 def evaluation(evaluation: Evaluation, parts: Any) -> Evaluation:
-    """1 to 3 on the eval datasets: when they are due, what samples them, who waits. (--eval-num-gpus)"""
+    """1 to 3 on eval datasets: when, by which engine, who waits for it. `parts` is build.Parts. (--eval-num-gpus)"""
 
 
 @hookspec("chain", role="rollout", per="rollout")
