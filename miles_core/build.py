@@ -113,6 +113,9 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     for name, source in (("prompts", prompts), *((dataset.name, dataset.prompts) for dataset in datasets)):
         if left_out := getattr(source, "left_out", 0):
             journal.message("info", f"{name}: left out {left_out:,} longer than the limit for prompts")
+    evaluation = Evaluation(datasets, config.eval.eval_interval, config.eval.skip_eval_before_train)
+    if parts.rollout.evaluation is not None:
+        evaluation = parts.rollout.evaluation(evaluation, parts)
     first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
     most = config.debug.debug_exit_after_rollout
     last = rollout.num_rollout if most is None else min(rollout.num_rollout, first + most)
@@ -126,8 +129,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         scoring=_scoring(parts, rollout.reward_key),
         chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync, placement=placement,
-        evaluation=Evaluation(datasets, config.eval.eval_interval, config.eval.skip_eval_before_train),
-        journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
+        evaluation=evaluation, journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
         hook_timings=lambda: parts.driver.timings() | parts.rollout.timings(),
         unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=partial_groups,
         made_of=(resume.state or {}).get("lock") or {})
@@ -220,7 +222,8 @@ def _generator(parts: Parts, engine: Engine, params: SamplingParams, stream: str
     def decode(ids, skip_special_tokens):
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    async def generate(asked: Prompt, begun: Sequence[Sample] = (), recall: CancelHandle | None = None) -> Group:
+    async def generate(asked: Prompt, begun: Sequence[Sample] = (), recall: CancelHandle | None = None,
+                       engine: Engine = engine) -> Group:
         prompt = hooks.prepare_prompt(asked) if hooks.prepare_prompt else asked
         if isinstance(prompt, Drop):
             return Group(asked, [Sample(asked, 0, status=Status.FAILED, metadata={"drop": asdict(prompt)})])
@@ -263,7 +266,7 @@ def _datasets(parts: Parts, engine: Engine) -> list[Dataset]:
         key = config.eval.eval_reward_key or config.rollout.reward_key
         prompts = RowPrompts(rows, parts.read(rows.path), parts.tokenizer)
         scoring = _scoring(parts, key, dataset.get("rm_type"))
-        datasets.append(Dataset(dataset["name"], prompts, generate, samples, scoring))
+        datasets.append(Dataset(dataset["name"], prompts, generate, scoring))
     return datasets
 
 

@@ -10,53 +10,79 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from miles_core.errors import RolloutError
+from miles_core.plugins.bind import EVALUATING
 from miles_core.stages.advantage import rollout_rewards
 from miles_core.stages.filter import unfinished
 from miles_core.stages.metrics import figures
 from miles_core.stages.prompts import RowPrompts
 from miles_core.stages.reward import Scoring
-from miles_core.stages.rollout import Engine
-from miles_core.types import Group, Prompt, Sample
+from miles_core.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One eval dataset: its prompts, prompt -> group with its own sampling parameters, and what scores its answers."""
+    """One eval dataset: prompts, (prompt, engine=the run's) -> group by sampling parameters of its own, and scorers."""
 
     name: str
     prompts: RowPrompts
-    generate: Callable[[Prompt], Awaitable[Group]]
-    samples: int
+    generate: Callable[..., Awaitable[Group]]
     scoring: Scoring
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """All eval datasets of a run.
+    """All eval datasets of a run, sampled by its own engine.
 
     Args:
         interval: rollouts between evaluations; None for none at all.
         skip_first: no evaluation before training.
+        under_way: the evaluation that has begun last, until somebody has waited for it.
     """
 
     datasets: Sequence[Dataset]
     interval: int | None
     skip_first: bool = False
+    under_way: asyncio.Task | None = None
 
-    def due(self, done: int, last: int, *, before: bool) -> bool:
+    def due(self, done: int, last: int) -> bool:
         """Whether to evaluate after `done` rollouts of `last`: before the first, by interval, and after the last;
         a resumed run looks again at the weights that it starts from."""
-        if not self.datasets or self.interval is None:
+        if not self.datasets or self.interval is None or done == 0 and self.skip_first:
             return False
-        if before and done == 0:
-            return not self.skip_first
         return done == last or done % self.interval == 0
 
-    async def __call__(self, engine: Engine) -> list[tuple[str, dict[str, float], list[Sample]]]:
+    async def begin(self, run: Any, rollout_id: int) -> None:
+        """Evaluate the weights that the engine has, which `rollout_id` samples from; no-op when none is due.
+
+        Where sampling runs ahead, it goes on beside it and training, and the next sync waits for its end.
+        """
+        if not self.due(rollout_id, run.last):
+            return
+        run.journal.stage("eval")
+        self.under_way = run.start(self.record(run, rollout_id))
+        if rollout_id in (run.first, run.last) or not run.config.rollout.max_lag:
+            await self.ended()
+
+    async def ended(self) -> None:
+        """Wait for the evaluation that is under way, if there is one: it keeps its weights to its end."""
+        if self.under_way is not None:
+            await self.under_way
+            self.under_way = None
+
+    async def record(self, run: Any, rollout_id: int) -> None:
+        """Evaluate every dataset, and tell the journal."""
+        EVALUATING.set(True)  # in this task and those that it starts
+        async with run.placement.lease("rollout"):
+            for name, metrics, samples in await self():
+                run.journal.evaluation(name, rollout_id, metrics, samples)
+        run.journal.stage("rollout")
+
+    async def __call__(self) -> list[tuple[str, dict[str, float], list[Sample]]]:
         """(dataset, metrics, samples) for each dataset, of the groups that were finished.
 
         Raises:

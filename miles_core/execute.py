@@ -186,7 +186,7 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         if attempt.begun:
             error.exit_code = 1  # whatever it is, it was not there to be seen before the start
         with contextlib.suppress(MilesError):  # a full disk takes no more of it; whoever reads the terminal is told
-            journal.events.message("error", str(error))  # before anything is stopped, which may hang as well
+            journal.events.append("message", level="error", text=str(error))  # first: a stop may hang
         raise
     finally:
         gc.unfreeze()

@@ -14,7 +14,6 @@ trainer. A named hook marked `part` returns the part itself; the others are call
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
     from miles_core.config.surfaces import Surface
+    from miles_core.evaluation import Evaluation
     from miles_core.plugins.select import Selected
     from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
@@ -176,6 +176,11 @@ def select_from_buffer(groups: list[Group], rollout_id: int) -> list[Group]:
     `groups` are oldest first. (--buffer-filter-path)"""
 
 
+@hookspec("chain", role="rollout", per="run")
+def evaluation(evaluation: Evaluation, parts: Any) -> Evaluation:
+    """1 to 3 on eval datasets: when, by which engine, who waits for it. `parts` is build.Parts. (--eval-num-gpus)"""
+
+
 @hookspec("chain", role="rollout", per="rollout")
 def shape_rewards(groups: list[Group]) -> list[Group]:
     """5: changes the rewards of a whole rollout before advantages are computed. (--custom-reward-post-process-path)"""
@@ -283,18 +288,3 @@ def metrics(rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
 @hookspec("observe", role="driver", per="rollout")
 def samples(rollout_id: int, dataset: str | None, samples: Sequence[Sample], run_dir: Path) -> None:
     """The samples of a batch, or the answers to an eval `dataset`: tables, histograms, media in metadata."""
-
-
-def specs() -> dict[str, Any]:
-    """Every hook by name, in loop order: the core's, then those that packages have declared."""
-    return {name: item for hooks in _declared.values() for name, item in hooks.items()}
-
-
-def declare(name: str) -> None:
-    """Take the hooks of a package's own module of specifications, which its manifest names; it is light."""
-    items = vars(importlib.import_module(name)).items()
-    _declared[name] = {hook: item for hook, item in items if callable(item) and hasattr(item, "kind")}
-
-
-_declared: dict[str, dict[str, Any]] = {}
-declare(__name__)

@@ -33,7 +33,7 @@ async def train(run: Run) -> None:
     await run.begin()
     async with run.placement.lease("sync"):
         await run.sync(run.first)                          # the engine's own weights never matter
-    await run.evaluate(run.first, before=True)
+    await run.evaluation.begin(run, run.first)
     sides = [run.start(consume(run)), run.start(produce(run))]
     try:
         done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)

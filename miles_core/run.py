@@ -16,7 +16,6 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError, HookError, MilesError, WaitError
 from miles_core.evaluation import Evaluation
 from miles_core.hosts import Handle
-from miles_core.plugins.bind import EVALUATING
 from miles_core.plugins.state import with_ranks
 from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch, save_flow
@@ -86,7 +85,6 @@ class Run:
     _same_model: bool = False
     _mark: float = 0.0
     _finished: float = 0.0
-    _evaluating: asyncio.Task | None = None
     _running: set[asyncio.Task] = field(default_factory=set)
 
     def rollouts(self) -> Iterator[int]:
@@ -274,13 +272,12 @@ class Run:
             self._stepped[key] = steps + 1
 
     async def sync(self, rollout_id: int) -> None:
-        """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one.
-        An evaluation keeps its weights to its end."""
+        """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1: 0 is never a trained one."""
         self._timed("train_time")
-        await self.evaluated()
+        await self.evaluation.ended()
         self.journal.stage("sync")
         version, begin = rollout_id + 1, self.clock()
-        figures = await self._transfer(version)
+        figures = await self.transfer(self.engine, version)
         self.version, self.weights_current = version, True
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
@@ -288,13 +285,14 @@ class Run:
         self.resumable = self._state() if self._saves(rollout_id) else {}
         self.journal.stage("rollout")
 
-    async def _transfer(self, version: int) -> dict[str, float]:
+    async def transfer(self, engine: Engine | None, version: int) -> dict[str, float]:
+        """The trainer's weights to an engine, in time; figures of it."""
         perf = self.config.perf
         async with within(perf.weight_sync_timeout, lambda: WaitError(
                 f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
                 code="weight-sync-timeout", who=f"weight_sync {perf.weight_sync!r}",
                 fix="look at the engine's log, or raise --weight-sync-timeout")):
-            return await self.weight_sync.sync(self.trainer, self.engine, version)
+            return await self.weight_sync.sync(self.trainer, engine, version)
 
     async def recover(self) -> None:
         """Bring a restarted engine up to date, where the trainer still holds its version; else the next sync does."""
@@ -303,39 +301,14 @@ class Run:
         async with self.placement.lease("recover"):
             if not self.weights_current:  # it waited for a step to end
                 return
-            figures = await self._transfer(self.version)
+            figures = await self.transfer(self.engine, self.version)
         self.journal.event("engine_recovered", version=self.version, **figures,
                            text=f"a restarted engine has weight version {self.version}")
-
-    async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
-        """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due.
-
-        Where sampling runs ahead, it goes on beside it and training, and the next sync waits for its end.
-        """
-        if not self.evaluation.due(rollout_id, self.last, before=before):
-            return
-        self.journal.stage("eval")
-        self._evaluating = self.start(self._evaluate(rollout_id))
-        if before or rollout_id == self.last or not self.config.rollout.max_lag:
-            await self.evaluated()
-
-    async def evaluated(self) -> None:
-        """Wait for the evaluation that is under way, if there is one."""
-        if self._evaluating is not None:
-            await self._evaluating
-            self._evaluating = None
-
-    async def _evaluate(self, rollout_id: int) -> None:
-        EVALUATING.set(True)  # in this task and those that it starts
-        async with self.placement.lease("rollout"):
-            for name, metrics, samples in await self.evaluation(self.engine):
-                self.journal.evaluation(name, rollout_id, metrics, samples)
-        self.journal.stage("rollout")
 
     async def finish(self, batch: Batch) -> None:
         """Report the rollout, evaluate and save when due."""
         at = batch.rollout_id
-        other = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last, before=False))
+        other = at > self.first and (self._saves(at) or self.evaluation.due(at, self.last))
         alone = self.engine is not None and not other  # it did nothing but sample this rollout
         count, size = engines(self.config)  # no engine where they run already, or in the driver's process
         gpus = (count * size or self.config.perf.rollout_num_gpus or 1) if alone else 0
@@ -346,7 +319,7 @@ class Run:
             async with self.placement.lease("save"):
                 hashes = await self.trainer.hashes(batch)
             self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
-        await self.evaluate(at + 1)
+        await self.evaluation.begin(self, at + 1)
         if self.resumable:
             await self.save(at + 1)
 

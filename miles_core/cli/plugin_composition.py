@@ -83,8 +83,9 @@ def graph(dot: bool, words: tuple[str, ...]) -> None:
       miles plugins graph examples/demo.toml
       miles plugins graph examples/demo.toml --dot | dot -Tsvg > hooks.svg
     """
-    from miles_core.hookspecs import ROLES, specs
+    from miles_core.hookspecs import ROLES
     from miles_core.plugins.plan import prepare
+    from miles_core.plugins.select import all_specs
 
     plan = prepare(*split(words))
     order = plan.to_json()["order"]
@@ -92,7 +93,7 @@ def graph(dot: bool, words: tuple[str, ...]) -> None:
     for choice in plan.choices:
         picked.setdefault(choice.hook, []).append(f"{choice.plugin} ({choice.name})")
     edges = [(spec.role, name, spec.kind, picked.get(name, []) if spec.kind == "named" else order.get(name, []))
-             for name, spec in specs().items()]
+             for name, spec in all_specs().items()]
     if dot:
         click.echo("digraph hooks {\n  rankdir=LR; node [shape=box];")
         for role, name, _, who in edges:

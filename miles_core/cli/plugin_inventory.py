@@ -150,9 +150,9 @@ def _about(word: str, one: Selected) -> Iterator[tuple[str, str]]:
 
 
 def _offers(manifest: Manifest) -> None:
-    from miles_core.hookspecs import specs
+    from miles_core.plugins.select import all_specs
 
-    table = specs()
+    table = all_specs()
     click.echo("hooks")
     for offer in manifest.offers:
         spec = table.get(offer.hook)

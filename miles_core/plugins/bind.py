@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError, MilesError, OwnerError, PluginError, SharedStateError
 from miles_core.plugins import fit
 from miles_core.plugins.load import compare, imported, marked, options_class
 from miles_core.plugins.manifest import Manifest
-from miles_core.plugins.select import Selected, all_specs
+from miles_core.plugins.select import Selected, all_specs, declare
 from miles_core.types import Drop
 
 STATEMENTS = frozenset(field.name for field in dataclasses.fields(Manifest))
@@ -88,7 +87,7 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
     """
     for one in selected:
         if one.manifest.hookspecs:
-            hookspecs.declare(one.manifest.hookspecs)
+            declare(one.manifest.hookspecs)
     table = all_specs()
     if role == "plan":
         planning = {name for name, spec in table.items() if spec.role == role}
@@ -283,7 +282,7 @@ def _mutable(value: object) -> bool:
 
 def _globals(kind: type, role: str) -> dict[str, object]:
     """Module-level objects that the hook methods of this role, and what they call on self, name."""
-    table, reachable = hookspecs.specs(), {}
+    table, reachable = all_specs(), {}
     for method, (hook, _, _) in marked(kind).items():
         if hook in table and table[hook].role == role:
             function = inspect.getattr_static(kind, method)

@@ -16,7 +16,6 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from miles_core import hookspecs
 from miles_core.errors import HookError, MilesError, did_you_mean
 from miles_core.plugins.load import marked
 from miles_core.plugins.manifest import Offer
@@ -73,7 +72,7 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     Raises:
         HookError: there is no such hook.
     """
-    table = hookspecs.specs()
+    table = all_specs()
     if offer.hook not in table:
         raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is not a hook",
                         code="hook-not-declared", who=who(one, offer.hook, located(one, offer)),
@@ -86,7 +85,7 @@ def check_markers(one: Selected, kind: type) -> None:
     Raises:
         HookError: a method with a hook's name and no marker, or another project's.
     """
-    table, methods = hookspecs.specs(), marked(kind)
+    table, methods = all_specs(), marked(kind)
     for base in kind.__mro__[:-1]:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name in methods:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core import hookspecs
 from miles_core.config import check as checks
 from miles_core.config.hardware import engine_dtype
 from miles_core.config.load import declared, load
@@ -19,7 +18,7 @@ from miles_core.config.tables import TABLES, RunConfig
 from miles_core.plugins import resolve
 from miles_core.plugins.bind import bind
 from miles_core.plugins.resolve import Choice
-from miles_core.plugins.select import Selected
+from miles_core.plugins.select import Selected, all_specs
 from miles_core.types import TRACKER
 
 
@@ -78,7 +77,7 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
 def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
     """Hook -> plugins in call order, for the hooks that several may implement."""
     order: dict[str, list[str]] = {}
-    for name, spec in hookspecs.specs().items():
+    for name, spec in all_specs().items():
         names = [one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == name]
         if spec.kind != "named" and spec.role != "plan" and names:
             order[name] = names

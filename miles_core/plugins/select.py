@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core import hookspecs
 from miles_core.errors import ManifestError, OwnerError, UnknownPluginError, did_you_mean
 from miles_core.plugins import manifest as manifests
 from miles_core.plugins.manifest import Manifest
@@ -34,7 +34,7 @@ class Selected:
 
     def __post_init__(self) -> None:
         if self.manifest.hookspecs:
-            hookspecs.declare(self.manifest.hookspecs)
+            declare(self.manifest.hookspecs)
 
     @property
     def ours(self) -> bool:
@@ -54,10 +54,20 @@ def built_in() -> list[Selected]:
                     for name in DEFAULTS if name in have]
 
 
+def declare(name: str) -> None:
+    """Take the hooks of a package's own module of specifications, which its manifest names; it is light."""
+    items = vars(importlib.import_module(name)).items()
+    _specs[name] = {hook: item for hook, item in items if callable(item) and hasattr(item, "kind")}
+
+
+_specs: dict[str, dict[str, Any]] = {}
+declare("miles_core.hookspecs")
+
+
 def all_specs() -> dict[str, Any]:
-    """Every hook by name that the core and the plugins of every run declare: what documentation and scaffolds list."""
+    """Every hook by name: the core's, in loop order, then those that plugins of every run and others have declared."""
     _declared()
-    return hookspecs.specs()
+    return {name: item for hooks in _specs.values() for name, item in hooks.items()}
 
 
 _declared = functools.cache(built_in)

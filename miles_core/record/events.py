@@ -32,6 +32,9 @@ class Kind(StrEnum):
     RUN_START = "run_start"  # start (from 1), plan_hash, versions {distribution: version}, resumed_from, rollouts
     METRICS = "metrics"  # metrics {name: number}
     EVAL = "eval"  # metrics {name: number}
+    EVAL_WEIGHTS = "eval_weights"  # version, seconds
+    EVAL_SKIPPED = "eval_skipped"  # under_way: the rollout whose evaluation is
+    EVAL_MISSING = "eval_missing"  # why
     WEIGHT_SYNC = "weight_sync"  # version, seconds, tensors, bytes
     DROP = "drop"  # reason, count, ...
     HEARTBEAT = "heartbeat"  # sampling, finished, dropped, capacity, version, oldest_s, idle_s; blocked_s and by whom
@@ -103,15 +106,6 @@ class EventLog:
         self.starts += 1
         self.append(Kind.RUN_START, start=self.starts, plan_hash=plan_hash, versions=dict(versions),
                     resumed_from=resumed_from, rollouts=rollouts)
-
-    def metrics(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self.append(Kind.METRICS, rollout_id, metrics=dict(metrics))
-
-    def eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self.append(Kind.EVAL, rollout_id, metrics=dict(metrics))
-
-    def message(self, level: str, text: str, rollout_id: int | None = None) -> None:
-        self.append(Kind.MESSAGE, rollout_id, level=level, text=text)
 
     def run_end(self, status: str, error: object = None) -> None:
         code = error.code if isinstance(error, MilesError) else None

@@ -75,7 +75,7 @@ class Journal:
 
     def rollout(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """A rollout has been trained on."""
-        self.events.metrics(rollout_id := batch.rollout_id, metrics)
+        self.events.append(Kind.METRICS, rollout_id := batch.rollout_id, metrics=metrics)
         self._record("rollout", rollout_id, batch.samples)
         self._track(rollout_id, metrics, None, batch.samples)
         self.console.rollout(rollout_id, metrics)
@@ -97,7 +97,7 @@ class Journal:
 
     def evaluation(self, name: str, rollout_id: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """A dataset has been evaluated with the weights that rollout `rollout_id` samples from."""
-        self.events.eval(rollout_id, metrics)
+        self.events.append(Kind.EVAL, rollout_id, metrics=metrics)
         self._record(f"eval_{name}", rollout_id, samples)
         self._track(rollout_id, metrics, name, samples)
         self.console.evaluation(name, rollout_id, metrics)

@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch):
         with RunDirectory(tmp_path / "runs" / name) as directory:
             log = EventLog(directory.events)
             log.run_start("0", {})
-            log.metrics(0, {"rollout/raw_reward": 0.5})
+            log.append("metrics", 0, metrics={"rollout/raw_reward": 0.5})
             log.append("hashes", 0, weights="0", batch="0")
             log.run_end("completed")
             log.close()

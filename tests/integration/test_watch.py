@@ -240,10 +240,10 @@ def test_text_of_a_run_is_never_markup(page, tmp_path):
     (run / "samples").mkdir(parents=True)
     log = EventLog(run / "events.jsonl")
     log.run_start(hostile, {hostile: hostile}, rollouts=1)
-    log.metrics(0, {f"rollout/{hostile}": 1.0, "rollout/raw_reward": 1.0})
-    log.eval(0, {f"eval/{hostile}": 1.0})
+    log.append("metrics", 0, metrics={f"rollout/{hostile}": 1.0, "rollout/raw_reward": 1.0})
+    log.append("eval", 0, metrics={f"eval/{hostile}": 1.0})
     log.append("drop", 0, reason=hostile, count=1)
-    log.message("warning", hostile)
+    log.append("message", level="warning", text=hostile)
     log.append("engine_lost", engine=hostile, why=hostile, text=hostile)
     log.run_end("failed", hostile)
     sample = {"rollout_id": 0, "groups": 1, "prompt_uid": hostile, "row": hostile, "index": 0, "prompt": hostile,
@@ -266,7 +266,7 @@ def test_keys_reach_what_a_pointer_does(page, tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     log.run_start("0", {}, rollouts=3)
     for rollout_id in range(3):
-        log.metrics(rollout_id, {"rollout/raw_reward": rollout_id / 4, "train/loss": 0.5})
+        log.append("metrics", rollout_id, metrics={"rollout/raw_reward": rollout_id / 4, "train/loss": 0.5})
     log.run_end("completed")
     page.open(write_report(tmp_path).as_uri())
 

@@ -52,6 +52,26 @@ def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flag
     assert all("POST /generate HTTP/1.1\" 200" in log.read_text() for log in servers)
 
 
+def test_a_server_of_their_own_samples_evaluations(config, run_file, tiny, tmp_path):
+    """It is sent the weights of every evaluation, by the sync of training, and is ended with the run."""
+    tag, launcher = str(tmp_path), config.options["sglang"]["server_command"]
+    outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--server-command",
+                     *launcher, "--sglang-max-total-tokens", "4096", "--eval-num-gpus", "1", "--eval-interval", "1",
+                     "--eval-prompt-data", "sums", tiny / "eval.jsonl", "--eval-temperature", "0"],
+                    tmp_path, timeout=500, before=partial(mark, MILES_TEST_RUN=tag))  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    until = time.monotonic() + 10
+    while (left := marked("MILES_TEST_RUN", tag)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left
+
+    events = list(read(tmp_path / "run/events.jsonl"))
+    assert [event["version"] for event in events if event["event"] == "eval_weights"] == [1, 2, 3, 4]
+    assert [event["rollout_id"] for event in events if event["event"] == "eval"] == [0, 1, 2, 3]
+    log = (tmp_path / "run/dedicated-eval/logs/engine-0.log").read_text()
+    assert log.count("POST /generate HTTP/1.1\" 200") == 4 * 8
+
+
 def test_what_a_real_server_was_asked_for_goes_on_in_the_next_rollout(config, run_file, tmp_path):
     """Partial rollout: requests are aborted by name, their tokens stay, each with the version that drew it."""
     launcher = config.options["sglang"]["server_command"]

@@ -66,13 +66,13 @@ def test_one_answer_per_prompt_has_no_pass_at_k():
 ])  # fmt: skip
 def test_due_at_both_ends_and_by_interval(interval, skip, expected):
     evaluation = Evaluation([object()], interval, skip)
-    found = ["before"] * evaluation.due(0, 5, before=True)
-    found += [n for n in range(1, 6) if evaluation.due(n, 5, before=False)]
+    found = ["before"] * evaluation.due(0, 5)
+    found += [n for n in range(1, 6) if evaluation.due(n, 5)]
     assert found == expected
 
 
 def test_without_a_dataset_nothing_is_due():
-    assert not Evaluation([], 1).due(0, 5, before=True)
+    assert not Evaluation([], 1).due(0, 5)
 
 
 def test_every_prompt_of_every_dataset_is_generated_and_scored_once():
@@ -84,9 +84,9 @@ def test_every_prompt_of_every_dataset_is_generated_and_scored_once():
 
     scorings = {name: Scoring({"one": lambda sample, one=one: one}, {"one": 1.0}, weighted_sum, 5.0)
                 for name, one in (("a", 1.0), ("b", {"score": 0.5, "acc": True}))}
-    datasets = [Dataset(name, [Prompt(i, i, "", (1,), stream=name) for i in range(3)], generate, 2, scorings[name])
+    datasets = [Dataset(name, [Prompt(i, i, "", (1,), stream=name) for i in range(3)], generate, scorings[name])
                 for name in "ab"]
-    found = asyncio.run(Evaluation(datasets, 1)(None))
+    found = asyncio.run(Evaluation(datasets, 1)())
     assert sorted(seen) == [(name, uid) for name in "ab" for uid in range(3)]
     figures = [(name, metrics[f"eval/{name}"], len(samples)) for name, metrics, samples in found]
     assert figures == [("a", 1.0, 6), ("b", 0.5, 6)]

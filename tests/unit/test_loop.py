@@ -13,6 +13,7 @@ from miles_testing.clock import run_virtual
 from miles_testing.toy import FinishOrder, toy_group, toy_run
 
 from miles_core.errors import ColumnError, RewardError, StarvedError, WaitError
+from miles_core.evaluation import Evaluation
 from miles_core.loop import train
 from miles_core.stages.buffer import Buffer, Slot
 from miles_core.stages.placement import Turns
@@ -26,6 +27,20 @@ def uneven(seed):
 
 def third(uid):
     return uid % 3 == 0
+
+
+class Evaluating(Evaluation):
+    """An evaluation that does what it is told, and when."""
+
+    def __init__(self, work, due):
+        super().__init__([], None)
+        self.work, self.when = work, due
+
+    def due(self, done, last):
+        return self.when(done)
+
+    async def __call__(self):
+        return await self.work()
 
 
 def trained(run):
@@ -293,14 +308,13 @@ def test_staleness_is_counted_per_trained_token():
 def test_an_evaluation_goes_on_beside_training_and_the_next_sync_waits_for_it():
     run, spans = toy_run(rollouts=4, batch_size=2, max_lag=1, duration=lambda uid, tries: 0.5), []
 
-    async def evaluation(engine):
+    async def evaluation():
         begin, version = asyncio.get_running_loop().time(), run.version
         await asyncio.sleep(2.5)
         spans.append((begin, asyncio.get_running_loop().time(), version, run.version, len(run.trainer.batches)))
         return []
 
-    evaluation.due = lambda done, last, before: True
-    run.evaluation = evaluation
+    run.evaluation = Evaluating(evaluation, lambda done: True)
     run_virtual(lambda: train(run))
     assert [(first, last) for _, _, first, last, _ in spans] == [(n, n) for n in range(1, 6)], "its weights stay"
     assert [batches for *_, batches in spans] == [0, 2, 3, 4, 4], "a step was done meanwhile, except first and last"
@@ -310,15 +324,14 @@ def test_an_evaluation_goes_on_beside_training_and_the_next_sync_waits_for_it():
 def test_an_evaluation_is_no_time_that_training_waited_for_samples():
     run = toy_run(rollouts=4, batch_size=2, max_lag=0, duration=lambda uid, tries: 0.5, train=1.0)
 
-    async def evaluation(engine):
+    async def evaluation():
         await asyncio.sleep(2.5)
         return []
 
     async def start():
         pass
 
-    evaluation.due = lambda done, last, before: done == 2
-    run.evaluation, run.engine = evaluation, SimpleNamespace(start=start)
+    run.evaluation, run.engine = Evaluating(evaluation, lambda done: done == 2), SimpleNamespace(start=start)
     run_virtual(lambda: train(run))
     reported = [metrics for _, metrics in run.journal.rollouts]
     assert [metrics["perf/rollout_time"] for metrics in reported] == pytest.approx([0.5, 0.5, 0, 0.5])
@@ -347,11 +360,10 @@ def test_a_rate_is_that_of_each_gpu_of_the_engines(engine, perf, gpus):
 def test_a_failing_evaluation_ends_the_run():
     run = toy_run(rollouts=9, batch_size=2, max_lag=1, duration=lambda uid, tries: 0.5)
 
-    async def evaluation(engine):
+    async def evaluation():
         raise ZeroDivisionError("no eval")
 
-    evaluation.due = lambda done, last, before: done == 2
-    run.evaluation = evaluation
+    run.evaluation = Evaluating(evaluation, lambda done: done == 2)
     with pytest.raises(ZeroDivisionError, match="no eval"):
         run_virtual(lambda: train(run))
     assert len(run.trainer.batches) <= 3
@@ -362,7 +374,7 @@ def told(**settings):
     seconds = settings.pop("seconds", None)
     run = toy_run(rollouts=9, batch_size=2, max_lag=1, **settings)
 
-    async def evaluation(engine):
+    async def evaluation():
         await asyncio.sleep(0.5)
         raise ZeroDivisionError("no eval")
 
@@ -373,8 +385,7 @@ def told(**settings):
         return {}
 
     if seconds is not None:
-        evaluation.due = lambda done, last, before: done == 2
-        run.evaluation, run.trainer.step = evaluation, step
+        run.evaluation, run.trainer.step = Evaluating(evaluation, lambda done: done == 2), step
     try:
         run_virtual(lambda: train(run))
     except ZeroDivisionError as error:

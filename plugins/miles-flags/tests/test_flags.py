@@ -84,7 +84,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "engines of training"),
+    (["--dumper-enable"], "hook microbatch"), (["--eval-sglang-tp-size", "2"], "--eval-engine-addrs"),
     (["--optimizer.lr", "0.9"], "did you mean --lr"), (["--group-size", "4"], "write --n-samples-per-prompt"),
     (["--tensor-parallel-size", "2"], "--rollout-num-gpus-per-engine for an engine"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),

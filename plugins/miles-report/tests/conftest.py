@@ -110,7 +110,8 @@ def make_run(path: Path, rollouts: int = 60, resumed: int | None = 36, end: str 
             log.run_start("9f2c1ab04be7d3555d0c", {"miles-core": "0.1.0", "megatron-core": "0.16.1", "torch": "2.13.0"},
                           resumed_from=first or None, rollouts=rollouts)
             if first:
-                log.message("info", f"Loaded checkpoint from runs/addition/checkpoints at rollout {first}")
+                log.append("message", level="info",
+                           text=f"Loaded checkpoint from runs/addition/checkpoints at rollout {first}")
             for rollout_id in range(first, stop):
                 _one_rollout(run, log, rng, rollout_id, samples, hostile, width)
         if end is not None:
@@ -124,7 +125,7 @@ def make_run(path: Path, rollouts: int = 60, resumed: int | None = 36, end: str 
 def _one_rollout(run, log, rng, rollout_id, samples, hostile, width):
     if rollout_id == 0:
         log.append("weight_sync", version=1, seconds=0.021, tensors=201, bytes=1_192_135_168)
-        log.eval(0, {"eval/addition": 0.05, "eval/addition-truncated_ratio": 0.5, "eval/carry": 0.01})
+        log.append("eval", 0, metrics={"eval/addition": 0.05, "eval/addition-truncated_ratio": 0.5, "eval/carry": 0.01})
     if samples:
         groups = [make_sample(rng, rollout_id * width + g, i, skill(rollout_id), rollout_id + 1, hostile)
                   for g in range(width) for i in range(8)]
@@ -133,13 +134,14 @@ def _one_rollout(run, log, rng, rollout_id, samples, hostile, width):
         log.append("drop", rollout_id, reason="zero reward variance", count=int(rng.integers(1, 6)))
     if rollout_id % 9 == 3:
         log.append("drop", rollout_id, reason="response too long", count=1)
-    log.metrics(rollout_id, rollout_metrics(rng, rollout_id))
+    log.append("metrics", rollout_id, metrics=rollout_metrics(rng, rollout_id))
     log.append("weight_sync", rollout_id, version=rollout_id + 2, seconds=0.012, tensors=201, bytes=1_192_135_168)
     if rollout_id == 41:
-        log.message("warning", f"gradient norm is not finite: step skipped, see debug/41 {hostile}", rollout_id)
+        log.append("message", rollout_id, level="warning",
+                   text=f"gradient norm is not finite: step skipped, see debug/41 {hostile}")
     if rollout_id % 10 == 9:
         score, done = skill(rollout_id), rollout_id + 1  # evals are of the weights that the next rollout samples from
-        log.eval(done, {"eval/addition": score, "eval/addition-truncated_ratio": max(0, 0.5 - score),
+        log.append("eval", done, metrics={"eval/addition": score, "eval/addition-truncated_ratio": max(0, 0.5 - score),
                               "eval/carry": 0.8 * score})
         log.append("checkpoint", rollout_id, path="runs/addition/checkpoints", seconds=0.41)
         if samples:

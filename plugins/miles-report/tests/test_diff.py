@@ -41,7 +41,8 @@ class Written:
             weights, batch = ({name: f"{one}{name}{(one, name) in marks}" for name in names}
                               for names in (WEIGHTS, COLUMNS))
             loss = 0.5 + ((one, "loss") in marks)
-            self.journal.events.metrics(one, {"rollout/raw_reward": 0.25, "train/loss": loss, "perf/x_time": id(self)})
+            self.journal.events.append("metrics", one, metrics={
+                "rollout/raw_reward": 0.25, "train/loss": loss, "perf/x_time": id(self)})
             if hashes:
                 self.journal.hashes(one, weights, batch, (norms or {}).get(one, 1.0))
         return self
@@ -188,7 +189,7 @@ def test_runs_that_only_evaluate_are_compared_by_that(tmp_path):
     """A run that trains as well has nothing that such a one could be held against."""
     def evaluated(name, score):
         written = Written(tmp_path / name).start()
-        written.journal.events.eval(0, {"eval/sums": score})
+        written.journal.events.append("eval", 0, metrics={"eval/sums": score})
         return written
 
     a, b = evaluated("a", 0.5).end(), evaluated("b", 0.75).end()

@@ -129,7 +129,7 @@ def test_superseded_events_are_those_that_read_leaves_out(tmp_path, events):
 def test_a_file_of_another_run_is_begun_anew(tmp_path):
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
-    log.metrics(0, {"train/loss": 1.0})
+    log.append("metrics", 0, metrics={"train/loss": 1.0})
     follower = Follower(path)
     first, lineage = follower.advance(), follower.lineage
     assert first.done == 1
@@ -138,7 +138,7 @@ def test_a_file_of_another_run_is_begun_anew(tmp_path):
     time.sleep(0.002)
     log = EventLog(path)
     for rollout_id in range(3):
-        log.metrics(rollout_id, {"train/loss": 2.0})
+        log.append("metrics", rollout_id, metrics={"train/loss": 2.0})
     assert list(follower.advance().curves["train/loss"].y) == [2.0, 2.0, 2.0]
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[1])
@@ -164,7 +164,7 @@ def test_a_torn_line_is_waited_for_and_a_damaged_one_is_named(tmp_path):
 def test_a_place_that_starts_no_line_or_is_far_gives_nothing(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     for rollout_id in range(5):
-        log.metrics(rollout_id, {"train/loss": 1.0})
+        log.append("metrics", rollout_id, metrics={"train/loss": 1.0})
     follower = Follower(log.path)
     follower.advance()
     assert len(follower.since(0, 1 << 20)) == 5 and follower.since(follower.offset, 0) == []
@@ -233,15 +233,15 @@ def test_an_evaluation_of_the_weights_it_resumed_from_counts_until_it_is_done_ag
         return {name: list(series.y) for name, series in follower.advance().evals.items()}
 
     log.run_start("0", {})
-    log.eval(3, {"eval/a": 0.1})
-    log.eval(3, {"eval/b": 0.2})
-    log.eval(6, {"eval/a": 0.3})
+    log.append("eval", 3, metrics={"eval/a": 0.1})
+    log.append("eval", 3, metrics={"eval/b": 0.2})
+    log.append("eval", 6, metrics={"eval/a": 0.3})
     log.run_start("0", {}, resumed_from=3)
     assert evals() == {"eval/a": [0.1], "eval/b": [0.2]}
     before = follower.lineage
-    log.eval(3, {"eval/a": 0.5})
+    log.append("eval", 3, metrics={"eval/a": 0.5})
     assert evals() == {"eval/a": [0.5]} and follower.lineage != before
-    log.eval(3, {"eval/b": 0.6})
+    log.append("eval", 3, metrics={"eval/b": 0.6})
     assert evals() == {"eval/a": [0.5], "eval/b": [0.6]}
 
 

@@ -73,7 +73,7 @@ def test_other_runs_are_drawn_beside(run, tmp_path):
     with RunDirectory(tmp_path / "other") as directory:
         log = EventLog(directory.events)
         log.run_start("0", {})
-        log.metrics(0, {"rollout/raw_reward": 0.5})
+        log.append("metrics", 0, metrics={"rollout/raw_reward": 0.5})
         log.close()
     path = write_report(run, tmp_path / "page.html", against=[tmp_path / "other"])
     assert data_of(path)[0]["against"] == [{"name": "other", "curves": {"rollout/raw_reward": {"x": [0], "y": [0.5]}}}]
@@ -175,7 +175,7 @@ def test_samples_that_a_resumed_run_has_yet_to_do_again_are_not_shown(tmp_path, 
 def test_several_steps_of_a_rollout_are_all_there(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     for value in (1.0, 2.0):
-        log.metrics(3, {"train/loss": value})
+        log.append("metrics", 3, metrics={"train/loss": value})
     data, _ = data_of(write_report(tmp_path))
     assert data["curves"]["train/loss"] == {"x": [3, 3], "y": [1.0, 2.0]}
 

@@ -149,7 +149,7 @@ def test_a_run_that_is_not_there_yet_begins_ends_and_is_removed(tmp_path, make_r
             assert data(ask)["run"]["status"] == "starting"
             log = EventLog(directory.events)
             log.run_start("0", {}, rollouts=2)
-            log.metrics(0, {"rollout/raw_reward": 0.5})
+            log.append("metrics", 0, metrics={"rollout/raw_reward": 0.5})
             assert data(ask, empty["after"])["run"]["status"] == "running"
         killed = data(ask)["run"]
         assert (killed["status"], killed["done"]) == ("killed", 1)
@@ -164,7 +164,7 @@ def test_a_run_that_is_not_there_yet_begins_ends_and_is_removed(tmp_path, make_r
 
 def test_a_damaged_line_is_told_and_what_came_before_it_is_shown(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
-    log.metrics(0, {"rollout/raw_reward": 0.5})
+    log.append("metrics", 0, metrics={"rollout/raw_reward": 0.5})
     with open(log.path, "ab") as file:
         file.write(b"{}\n")
     with serving(tmp_path) as ask:

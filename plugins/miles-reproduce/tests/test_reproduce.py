@@ -81,7 +81,7 @@ def test_what_was_not_finite_is_no_value_of_a_run(tmp_path):
     (tmp_path / "run").mkdir()
     log = EventLog(tmp_path / "run" / "events.jsonl")
     for at, loss in enumerate((0.5, float("nan"), 0.25)):
-        log.metrics(at, {"train/loss": loss})
+        log.append("metrics", at, metrics={"train/loss": loss})
     log.close()
     assert curve(tmp_path, "train/loss") == [(1, 0.5), (3, 0.25)]
 
@@ -93,7 +93,7 @@ def test_a_run_that_went_on_from_another_seeds_checkpoint_is_no_outcome(tmp_path
     log = EventLog(tmp_path / "run" / "events.jsonl")
     for first in begins:
         log.run_start("a1b2", {}, resumed_from=first, rollouts=4)
-    log.metrics(4, {"train/loss": 0.5})
+    log.append("metrics", 4, metrics={"train/loss": 0.5})
     log.close()
     if not refused:
         assert curve(tmp_path, "train/loss") == [(5, 0.5)]

@@ -80,7 +80,7 @@ def test_the_evaluation_of_the_checkpoint_stands_once(start, tmp_path, again):
     first = start()
     for step, score in earlier:
         first.metrics(step, {"eval/held": score}, tmp_path)
-        log.eval(step, {"eval/held": score, "eval/held/lost": float("nan")})
+        log.append("eval", step, metrics={"eval/held": score, "eval/held/lost": float("nan")})
     first.finish("completed")
     time.sleep(1.01 - time.time() % 1)
     log.run_start("p", {}, resumed_from=4)

@@ -267,6 +267,6 @@ def test_a_name_that_no_encoding_has_is_printed(tmp_path):
 
     for name in ("a", "b"):
         with RunDirectory(tmp_path / name) as directory:
-            Journal(directory, Console()).events.metrics(0, {f"{name}/\ud800": 1.0})
+            Journal(directory, Console()).events.append("metrics", 0, metrics={f"{name}/\ud800": 1.0})
     done = miles(["diff", "a", "b"], tmp_path)
     assert (done.code, done.err) == (1, "") and "metrics a/?" in done.out

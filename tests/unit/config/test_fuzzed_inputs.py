@@ -191,13 +191,14 @@ def recorded(place, tmp_path_factory):
         log = EventLog(run.events)
         for first in (0, 1):
             log.run_start("0", {"torch": "2"}, resumed_from=first or None, rollouts=2)
-            log.metrics(first, {"train/grad_norm": 1.0, "perf/step_time": 0.5, "rollout/raw_reward": 0.5})
+            log.append("metrics", first,
+                       metrics={"train/grad_norm": 1.0, "perf/step_time": 0.5, "rollout/raw_reward": 0.5})
             log.append("hashes", first, weights="a", batch="b", grad_norm=1.0)
             log.append("engine_lost", first, engine="engine 0", why="x", restarts=1)
             log.append("heartbeat", first, sampling=1, finished=0, dropped=0, capacity=2, version=1, oldest_s=1.0,
                        idle_s=0.0)
             log.append("drop", first, reason="zero reward variance", count=1)
-            log.eval(first, {"eval/a": 1.0})
+            log.append("eval", first, metrics={"eval/a": 1.0})
             write_samples(run, "rollout", first, [sample], str)
         log.run_end("failed", "EngineError: it died")
         log.close()

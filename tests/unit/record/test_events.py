@@ -23,8 +23,8 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.floats()
 def log_of_three(path: Path) -> EventLog:
     log = EventLog(path, clock=lambda: 1.5)
     log.run_start("hash", {"torch": "2"}, rollouts=3)
-    log.metrics(0, {"train/loss": 0.5})
-    log.message("info", "ünï\u2028code\nof two lines")
+    log.append("metrics", 0, metrics={"train/loss": 0.5})
+    log.append("message", level="info", text="ünï\u2028code\nof two lines")
     return log
 
 
@@ -40,7 +40,7 @@ def test_a_line_is_strict_json_with_the_three_keys(tmp_path):
 
 def test_every_kind_of_the_core(tmp_path):
     log = log_of_three(tmp_path / "e")
-    log.eval(0, {"eval/a": 1})
+    log.append("eval", 0, metrics={"eval/a": 1})
     log.append("weight_sync", 0, version=1, seconds=0.1, tensors=2, bytes=300)
     log.append("drop", 0, reason="stale", count=3, lag=2)
     log.append("checkpoint", 0, path=str(tmp_path), seconds=0.2)
@@ -51,7 +51,7 @@ def test_every_kind_of_the_core(tmp_path):
         log.append("x", time=3)
     log.close()
     with pytest.raises(ValueError, match="closed"):
-        log.message("info", "late")
+        log.append("message", level="info", text="late")
 
 
 def test_what_is_not_finite_is_null_and_named(tmp_path):
@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
     monkeypatch.setattr(events.os, "write", half)
     with pytest.raises(RunDirectoryError, match="disk is full"):
-        log.metrics(1, {"a": 1})
+        log.append("metrics", 1, metrics={"a": 1})
     assert (tmp_path / "e").read_bytes() == before
 
 
@@ -136,7 +136,7 @@ def write_starts(path: Path, *starts: tuple[int | None, int]) -> None:
         log = EventLog(path)
         log.run_start("h", {}, resumed_from=first)
         for rollout_id in range(first or 0, stop):
-            log.metrics(rollout_id, {"start": log.starts})
+            log.append("metrics", rollout_id, metrics={"start": log.starts})
         log.close()
 
 
@@ -165,11 +165,11 @@ def test_an_eval_of_the_checkpoint_survives_unless_done_again(tmp_path):
     log = EventLog(tmp_path / "e")
     log.run_start("h", {})
     for done in (0, 2, 4):
-        log.eval(done, {"eval/a": 1})
+        log.append("eval", done, metrics={"eval/a": 1})
     log.run_start("h", {}, resumed_from=2)
     evals = lambda: [(e["rollout_id"], e["metrics"]["eval/a"]) for e in read(tmp_path / "e") if e["event"] == "eval"]  # noqa: E731
     assert evals() == [(0, 1), (2, 1)]
-    log.eval(2, {"eval/a": 2})
+    log.append("eval", 2, metrics={"eval/a": 2})
     assert evals() == [(0, 1), (2, 2)]
     log.run_start("h", {})
     assert evals() == []

@@ -11,6 +11,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.load import marked
+from miles_core.plugins.select import all_specs
 from miles_fsdp.plugin import FsdpOptions
 
 MODULES = "hf-modules"
@@ -35,7 +36,7 @@ def refuse_hooks(hooks: Hooks) -> None:
     Raises:
         ConfigError: a plugin would change Megatron's model, and does not say that it can change transformers'.
     """
-    foreign = {name for name, spec in hookspecs.specs().items()
+    foreign = {name for name, spec in all_specs().items()
                if spec.__module__ != hookspecs.__name__ and spec.role == "trainer" and spec.kind == "chain"}
     for plugin, instance in hooks.instances.items():
         theirs = sorted(foreign & {hook for hook, *_ in marked(type(instance)).values()})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from miles_core import hookspecs
 from miles_core.config.options import Origin
 from miles_core.config.tables import RunConfig
 from miles_core.plugins.resolve import choices
-from miles_core.plugins.select import Selected
+from miles_core.plugins.select import Selected, all_specs
 
 READERS = {
     "kl_loss_coef use_unbiased_kl": "algorithm.use_kl_loss",
@@ -72,5 +71,5 @@ def _of(config: RunConfig, table: str, name: str) -> object:
 def _called(one: Selected, config: RunConfig) -> bool:
     """Whether the run calls any hook of a plugin but `finish`: one that is not named, or a part that was chosen."""
     picked = {(hook, name) for hook, name, _ in choices(config)}
-    return any((offer.hook, offer.name) in picked or hookspecs.specs()[offer.hook].kind != "named"
-               for offer in one.manifest.offers if offer.hook in hookspecs.specs() and offer.hook != "finish")
+    return any((offer.hook, offer.name) in picked or all_specs()[offer.hook].kind != "named"
+               for offer in one.manifest.offers if offer.hook in all_specs() and offer.hook != "finish")

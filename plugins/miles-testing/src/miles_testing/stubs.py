@@ -48,6 +48,7 @@ NAMED = {
 HOMES = {
     "Column": "miles_core.columns", "Packed": "miles_core.columns", "RunConfig": "miles_core.config",
     "Surface": "miles_core.config.surfaces", "Selected": "miles_core.plugins.select",
+    "Evaluation": "miles_core.evaluation",
     "Gradients": "miles_core.stages.gradients", "LossInputs": "miles_core.stages.loss",
     "Metrics": "miles_core.stages.loss", "TokenWeights": "miles_core.stages.loss", "Model": "miles_core.stages.models",
     "Generation": "miles_core.stages.rollout", "Request": "miles_core.stages.rollout",

@@ -1,0 +1,1 @@
+"""Evaluations on engines of their own, while training goes on."""

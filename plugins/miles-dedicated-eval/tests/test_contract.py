@@ -1,0 +1,3 @@
+from miles_testing import plugin_contract
+
+TestContract = plugin_contract("dedicated-eval")
