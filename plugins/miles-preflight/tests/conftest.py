@@ -16,7 +16,7 @@ RUN_FILE = """\
 plugins = ["grpo"]
 
 [checkpoint]
-hf_checkpoint = "models/tiny"
+hf_checkpoint = "elsewhere/tiny"
 
 [rollout]
 prompt_data = "data/train.jsonl"

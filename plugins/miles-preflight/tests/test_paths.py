@@ -32,10 +32,10 @@ def refused(plan, message, *flags, **changes):
 
 
 def test_a_checkpoint_of_this_machine_is_there(plan, tmp_path, folder):
-    model = folder("models/tiny", model_type="qwen3")
+    model = folder("elsewhere/tiny", model_type="qwen3")
     refused(plan, "--hf-checkpoint /data/none/Qwen: there is no such folder", "--hf-checkpoint", "/data/none/Qwen")
     refused(plan, "there is no such folder", "--hf-checkpoint", model.parent / "tyni")
-    refused(plan, "[option-not-expanded]", "--hf-checkpoint", "~/models/tiny")
+    refused(plan, "[option-not-expanded]", "--hf-checkpoint", "~/elsewhere/tiny")
     refused(plan, "the folder has no config.json", "--hf-checkpoint", model / "config.json")
     refused(plan, f"is {model} meant?", "--hf-checkpoint", model.parent)
     assert not any("is not here" in note for note in plan("--hf-checkpoint", model).notes)
@@ -43,7 +43,7 @@ def test_a_checkpoint_of_this_machine_is_there(plan, tmp_path, folder):
 
 def test_a_relative_name_may_be_planned_before_it_is_there(plan):
     notes = plan("--eval-prompt-data", "held-out", "data/test.parquet", "--eval-interval", "1").notes
-    for named in ("--hf-checkpoint models/tiny", "data/train.jsonl", "data/test.parquet"):
+    for named in ("--hf-checkpoint elsewhere/tiny", "data/train.jsonl", "data/test.parquet"):
         assert len([note for note in notes if named in note and "a run has to have it" in note]) == 1, named
 
 
@@ -112,7 +112,7 @@ def test_load_may_be_the_models_folder(plan, folder):
 def test_the_reference_has_weights(plan, folder, tmp_path):
     refused(plan, "there is no such folder", "--ref-load", tmp_path / "gone")
     refused(plan, "no checkpoint of a run (got neither config.json nor", "--ref-load", folder("empty"))
-    for good in (folder("hf", model_type="qwen3"), folder("dist", "latest_checkpointed_iteration.txt"), "models/later"):
+    for good in (folder("hf", model_type="qwen3"), folder("dist", "latest_checkpointed_iteration.txt"), "elsewhere/later"):
         plan("--ref-load", good)
 
 
@@ -125,7 +125,7 @@ def test_a_reference_in_mxfp4_is_read(plan, folder):
 def test_training_does_not_start_from_quantised_weights(plan, folder):
     model = folder("model", model_type="qwen3", quantization_config={"quant_method": "gptq"})
     refused(plan, "training cannot start from quantised weights (got gptq)", "--hf-checkpoint", model)
-    plan("--hf-checkpoint", model, "--ref-load", "models/plain")
+    plan("--hf-checkpoint", model, "--ref-load", "elsewhere/plain")
     plan("--hf-checkpoint", model, "--debug-rollout-only")
 
 

@@ -94,7 +94,7 @@ def test_impossible_relations_do_not_start(plan, message):
     assert message in str(caught.value) and "Fix:" in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ['hf_checkpoint = "models/tiny"', 'prompt_data = "data/train.jsonl"',
+@pytest.mark.parametrize("line", ['hf_checkpoint = "elsewhere/tiny"', 'prompt_data = "data/train.jsonl"',
                                   "rollout_batch_size = 8", "num_rollout = 3"])
 def test_what_is_needed_is_asked_for(plan, line):
     with pytest.raises(ConfigError, match=rf"{line.partition(' ')[0]} .*\[setting-required\]"):
@@ -173,7 +173,7 @@ def test_parts_that_nobody_offers_name_the_nearest(plan):
 def test_the_reference_is_loaded_for_a_divergence_in_the_loss_or_in_the_reward(plan, flags, needed):
     config = plan(*flags).config
     assert config.algorithm.needs_reference is needed
-    assert config.checkpoint.ref_load == ("models/tiny" if needed else None)
+    assert config.checkpoint.ref_load == ("elsewhere/tiny" if needed else None)
 
 
 @pytest.mark.parametrize(("flags", "name"), [

@@ -19,7 +19,7 @@ from miles_lora import peft
 from miles_megatron.convert import architecture
 from miles_megatron.shards import stored_tensors, tensor_files
 from miles_megatron.weights import refuse_quantised
-from miles_mtp.names import _own_layers
+from miles_mtp.names import _of_config
 from miles_opd.vocabulary import check_vocabulary
 from miles_report.commands.diff import diff
 from miles_report.commands.doctor import doctor
@@ -138,7 +138,7 @@ def test_a_mutated_input_is_accepted_or_an_error_of_ours(place, name, rounds=12)
 INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {
     "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}}}
 READERS = {
-    "config.json": [lambda folder: architecture(folder, ()), refuse_quantised, stated, _own_layers,
+    "config.json": [lambda folder: architecture(folder, ()), refuse_quantised, stated, _of_config,
                     lambda folder: to_fp8(folder, folder / "out", Held("blockwise")),
                     lambda folder: to_int4(folder, folder / "out", 32, "auto"),
                     lambda folder: check_vocabulary(str(folder), str(folder))],

@@ -108,7 +108,7 @@ def laid_out(plan, checkpoints):
         argv += ["--rollout-batch-size", given.pop("batch", 32)]
         argv += ["--sequence-parallel" if given.pop("sp") else "--no-sequence-parallel"] if "sp" in given else []
         argv += [word for key, size in given.items() for word in (FLAGS[key], size)]
-        return plan(*argv, *flags, **{"models/tiny": str(checkpoints / model), "num_layers = 2\n": ""})
+        return plan(*argv, *flags, **{"elsewhere/tiny": str(checkpoints / model), "num_layers = 2\n": ""})
 
     return make
 
@@ -324,4 +324,4 @@ def test_shared_experts_are_split_like_a_dense_layer(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHARED | {"intermediate_size": 64, "moe_intermediate_size": 25}))
     with pytest.raises(BatchError, match=r"shared_expert_intermediate_size 50 does not divide by tensor_model_para"):
         plan("--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 4, "--sequence-parallel",
-             "--expert-tensor-parallel-size", 1, **{"models/tiny": str(tmp_path), "num_layers = 2\n": ""})
+             "--expert-tensor-parallel-size", 1, **{"elsewhere/tiny": str(tmp_path), "num_layers = 2\n": ""})

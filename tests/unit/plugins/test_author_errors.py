@@ -14,6 +14,7 @@ import textwrap
 import pluggy
 import pytest
 
+from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError, MilesError, OwnerError
 from miles_core.hookspecs import hookimpl
@@ -234,4 +235,4 @@ def test_what_is_right_is_left_alone(fits, plugin):
 
 
 def test_every_error_of_an_author_is_one_of_ours():
-    assert issubclass(HookError, MilesError) and hookimpl is bind.hookspecs.hookimpl
+    assert issubclass(HookError, MilesError) and hookimpl is hookspecs.hookimpl

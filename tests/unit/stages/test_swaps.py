@@ -33,7 +33,7 @@ OPTIONS = {
            " --rs-upper-bound 1.1 --rs-veto-threshold 0.5 --use-opsm --num-steps-per-rollout 2",
     "metrics": "--plugin tis --use-rollout-logprobs",
 }  # fmt: skip
-RUN = ["--hf-checkpoint", "models/tiny", "--prompt-data", "data/train.jsonl", "--rollout-batch-size", "2",
+RUN = ["--hf-checkpoint", "elsewhere/tiny", "--prompt-data", "data/train.jsonl", "--rollout-batch-size", "2",
        "--n-samples-per-prompt", "3", "--num-rollout", "1"]
 PASS = ["--no-skip-actor-forward-only"]
 """Old log-probs that are not those of the step."""
