@@ -10,7 +10,7 @@ from source import ROOT
 from miles_core.cli import cli
 
 WORDS = {word: says for words in old_words().values() for word, says in words.items()}
-SMALLEST = ["--hf-checkpoint", "elsewhere/tiny", "--prompt-data", "data/train.jsonl", "--label-key", "label", "--rm-type",
+SMALLEST = ["--hf-checkpoint", "later/tiny", "--prompt-data", "data/train.jsonl", "--label-key", "label", "--rm-type",
             "math", "--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-rollout", "10", "--plan"]
 
 

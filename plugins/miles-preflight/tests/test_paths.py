@@ -112,7 +112,7 @@ def test_load_may_be_the_models_folder(plan, folder):
 def test_the_reference_has_weights(plan, folder, tmp_path):
     refused(plan, "there is no such folder", "--ref-load", tmp_path / "gone")
     refused(plan, "no checkpoint of a run (got neither config.json nor", "--ref-load", folder("empty"))
-    for good in (folder("hf", model_type="qwen3"), folder("dist", "latest_checkpointed_iteration.txt"), "elsewhere/later"):
+    for good in (folder("hf", model_type="qwen3"), folder("dist", "latest_checkpointed_iteration.txt"), "later/model"):
         plan("--ref-load", good)
 
 
