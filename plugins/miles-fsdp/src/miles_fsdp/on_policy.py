@@ -13,12 +13,15 @@ from miles_local.on_policy import check_settings
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 
+KINDS = ("llama", "qwen2", "qwen3")
+"""Architectures whose ropes and gated layers servers compute in one kernel each, as the trainer does."""
+
 HOLDS: dict[str, Sequence[object]] = {
     "rollout.engine": ["sglang"], "rollout.engine_dtype": ["bfloat16"], "rollout.max_lag": [0], "perf.bf16": [True],
     "perf.rollout_num_gpus_per_engine": [1], "algorithm.use_rollout_logprobs": [False],
     "algorithm.skip_actor_forward_only": [False], "fsdp.attn_implementation": ["packed"],
     "fsdp.torch_compile": [False], "fsdp.tensor_parallel_size": [1],
-    "model_type": ["llama", "qwen2", "qwen3"], "use_sliding_window": [False]}
+    "model_type": KINDS, "use_sliding_window": [False]}
 """Values, where any is set, with which both sides compute the same. The last two are of config.json."""
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from miles_core.errors import ConfigError
 from miles_fsdp.attention import Boundaries, flash
 from miles_fsdp.lean import GATED, Gated
+from miles_fsdp.on_policy import KINDS
 
 
 def begin(device: torch.device) -> None:
@@ -37,7 +38,7 @@ def begin(device: torch.device) -> None:
     batch_invariant_ops.enable_batch_invariant_mode(enable_bmm=False)  # as miles_on_policy.py, which says why
     theirs: Any = batch_invariant_ops
     theirs._matmul_persistent_triton = functools.partial(product, theirs._matmul_persistent_triton)
-    for kind in ("llama", "qwen2", "qwen3"):
+    for kind in KINDS:
         module: Any = import_module(f"transformers.models.{kind}.modeling_{kind}")
         module.apply_rotary_pos_emb = functools.partial(rope, module.apply_rotary_pos_emb)
 
