@@ -2,15 +2,17 @@
 
 transformers writes a norm as eight operations, of which autograd keeps the rows in float32 and once more in 16 bits;
 here it is one operation, which on a GPU is torch's own kernel, and keeps the rows that the layer has anyhow. The
-activation of a gate is made again in the backward pass. Which modules are of that kind is asked of them: what they say
-of a few rows has to be what these say.
+activation of a gate is made again in the backward pass, on a GPU by liger-kernel where that is installed. Which modules
+are of that kind is asked of them: what they say of a few rows has to be what these say.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -63,7 +65,8 @@ def _gated(module: torch.nn.Module) -> Callable[[Any], Rows] | None:
         def gated(rows: torch.Tensor) -> torch.Tensor:
             if of.act_fn is not activation:  # somebody has put another in its place since
                 return cast("torch.Tensor", plain(rows))
-            return cast("torch.Tensor", of.down_proj(cast("Any", Gated).apply(of.gate_proj(rows), of.up_proj(rows))))
+            function = ligers() if rows.is_cuda else None
+            return cast("torch.Tensor", of.down_proj((function or Gated).apply(of.gate_proj(rows), of.up_proj(rows))))
 
         return gated
 
@@ -103,6 +106,19 @@ class _Norm(torch.autograd.Function):
         flowing = flowing * weight.float()
         of_rows = (flowing - normed * (flowing * normed).mean(-1, keepdim=True)) * inverse.float()
         return of_rows.to(rows.dtype), of_weight, None
+
+
+@functools.cache
+def ligers() -> Any:
+    """silu(gate) up by kernels of liger-kernel, one forward and one back; None where it is not installed.
+
+    The backward pass writes gradients over gate and up, which nothing but it keeps.
+    """
+    if find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction
 
 
 class Gated(torch.autograd.Function):
