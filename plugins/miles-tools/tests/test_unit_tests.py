@@ -54,6 +54,30 @@ def test_scores_are_all_or_nothing_or_the_share_that_passes(sandbox, text, tests
         assert told["passed"] / told["of"] == share and bool(told["reason"]) == (share < 1)
 
 
+READS = {
+    "sys.stdin.buffer.read()": "import sys", "sys.stdin.readline() + sys.stdin.readline()": "import sys",
+    "os.read(0, os.fstat(0).st_size)": "import os", "open(0).read()": "", "input() + ' ' + input()": "",
+}  # fmt: skip
+WRITES = {
+    "sys.stdout.buffer.write(b'%d' % total)": "import sys", "os.write(1, b'%d' % total)": "import os",
+    "threading.Thread(target=lambda: (time.sleep(0.1), print(total))).start()": "import threading, time",
+    "print(total); sys.stdout.close(); sys.exit()": "import sys",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reads", "writes"), [*((one, "print(total)") for one in READS), *(("open(0).read()", one)
+                                                                                            for one in WRITES)])
+def test_a_program_may_read_and_write_in_every_way(sandbox, reads, writes):
+    lines = (READS[reads], WRITES.get(writes, ""), f"total = sum(map(int, ({reads}).split()))", writes)
+    made = sample("```python\n" + "\n".join(lines) + "\n```", tests={"inputs": ["1 2\n3"], "outputs": ["6\n"]})
+    assert score(sandbox, made) == 1, made.metadata
+
+
+def test_what_a_program_prints_without_end_is_bounded(sandbox):
+    made = sample("```python\nwhile True: print('x' * 100_000)\n```", tests={"inputs": ["1"], "outputs": ["x"]})
+    assert score(sandbox, made) == 0 and made.metadata["unit_tests"]["reason"].startswith("test 1: error: ")
+
+
 def test_a_hang_is_bounded_and_named(sandbox):
     made = sample("```python\ndef add(a, b):\n    while True: pass\n```", tests=ASSERTS)
     begin = time.monotonic()

@@ -13,12 +13,31 @@ def statement(code: str, test: str, passed: str) -> str:
 
 
 def program(code: str, stdin: str) -> str:
-    """A test that is an input: what the program prints."""
-    import contextlib
-    import io
-    import sys
+    """A test that is an input: what the program prints, whichever way it reads and writes.
 
-    sys.stdin, printed = io.StringIO(stdin), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    What it reads is a file, as some ask for its size. It has ended when its threads have.
+    """
+    import contextlib
+    import os
+    import sys
+    import threading
+
+    read, written = os.memfd_create("read"), os.memfd_create("written")
+    with open(read, "w", encoding="utf-8", errors="surrogatepass", closefd=False) as file:
+        file.write(stdin)
+    os.lseek(read, 0, os.SEEK_SET)
+    os.dup2(read, 0)
+    os.dup2(written, 1)
+    sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogatepass", closefd=False)
+    sys.stdout = printed = os.fdopen(1, "w", encoding="utf-8", errors="surrogatepass", closefd=False)
+    with contextlib.suppress(SystemExit):
         exec(compile(code, "answer.py", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    for stream in (sys.stdout, printed):
+        with contextlib.suppress(ValueError):  # closed, which flushes as well
+            stream.flush()
+    with open(written, "rb") as file:
+        file.seek(0)
+        return file.read().decode("utf-8", "replace")
