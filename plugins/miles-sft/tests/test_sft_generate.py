@@ -154,6 +154,15 @@ def test_reasoning_for_which_the_template_has_no_place_is_counted(checkpoint, te
     assert not sample.metadata, "what is not trained on is not missed"
 
 
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+@pytest.mark.parametrize("answer", ["end", "n", "im", "|>"])
+def test_an_answer_that_is_in_its_end_token_too_ends_with_all_of_it(checkpoint, kind, answer):
+    """Letters of a multiple choice, for instance, are in <|im_end|>."""
+    sft = plugin(checkpoint, OPENED, SftOptions(sft_loss_mask_type=kind))
+    [sample] = generate(sft, messages=chat("which?", answer))
+    assert trained(sft, sample) == f"\n</think>\n\n{answer}{CLOSE}"
+
+
 def test_one_answer_behind_a_tag_needs_no_option(checkpoint):
     sft = plugin(checkpoint, OPENED)
     [sample] = generate(sft, messages=chat("1+1=", "2"))
@@ -363,6 +372,29 @@ def test_no_token_of_a_prompt_is_taken_for_an_answer(checkpoint):
         assert caught.value.code == "sft-answer-not-in-text"
 
 
+def test_several_tokens_that_end_an_answer_are_all_trained_on(checkpoint):
+    """Command R7B's way: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>."""
+    template = CHATML.replace("m.content + '", "m.content + ('" + EOS + "' if m.role == 'assistant' else '') + '")
+    assert template != CHATML
+    for kind in ("qwen", "qwen3", "qwen3_5"):
+        sft = plugin(checkpoint, template, SftOptions(sft_loss_mask_type=kind))
+        [sample] = generate(sft, messages=chat("a", "B", "c", "D"))
+        assert trained(sft, sample) == f"B{EOS}{CLOSE}D{EOS}{CLOSE}", kind
+
+
+def test_context_that_a_template_shows_with_the_answer_before_it_alone_is_not_lost(checkpoint):
+    """Gemma 4 writes a tool's result behind the call; Command A opens an answer behind every text."""
+    result = TURN.replace("{{", "{% if m.role != 'tool' %}{{").replace("}}", "}}{% elif not loop.first and "
+                          "messages[loop.index0 - 1].role == 'assistant' %}{{ m.content }}{% endif %}")
+    opens = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
+    turns = {result: (*chat("a", "call"), {"role": "tool", "content": "1"}, chat("", "B")[1]), opens: chat(*"aBcD")}
+    for template, messages in turns.items():
+        template = template if template is opens else CHATML.replace(TURN, template)
+        with pytest.raises(DataError) as caught:
+            generate(plugin(checkpoint, template, SftOptions(sft_loss_mask_type="qwen3")), messages=messages)
+        assert caught.value.code == "sft-context-not-shown" and "row 4" in str(caught.value)
+
+
 def test_a_template_that_ends_every_text_is_not_cut_in_the_middle(checkpoint):
     """Phi-3 writes the end of a text behind whatever no answer follows."""
     template = CHATML.replace("{% endif %}", "{% else %}{{ '" + EOS + "' }}{% endif %}")
@@ -414,6 +446,17 @@ def test_arguments_of_calls_are_written_as_an_object_in_either_form(checkpoint, 
         sft = plugin(checkpoint, template)
         [sample] = generate(sft, messages=(*chat("a"), {"role": "assistant", "content": "", "tool_calls": [one]}))
         assert sft._tokenizer.decode(sample.tokens).endswith(f'assistant\ncalc {{"x": 1}}{CLOSE}')
+
+
+@pytest.mark.parametrize(("template", "share"), [
+    (CHATML, 1.0), (CALLS, 0.0), (CALLS.replace("+ m.content", "+ (m.content if not m.tool_calls else '')"), 0.5)])
+def test_calls_and_what_is_said_beside_them_are_counted_where_the_template_leaves_them_out(checkpoint, template, share):
+    """Llama 3.1's shows a call and not the words before it; Gemma 2's and Qwen2-VL's show no call."""
+    calls = [{"type": "function", "function": {"name": "calc", "arguments": {"x": 1}}}]
+    answers = [{"role": "assistant", "content": said, "tool_calls": calls} for said in ("", "I look. ")]
+    sft = plugin(checkpoint, template)
+    [sample] = generate(sft, messages=(*chat("a"), answers[0], *chat("b"), answers[1], *chat("c", "D")))
+    assert sample.metadata["figures"] == {"calls_left_out": share}
 
 
 def test_arguments_that_are_no_object_stay_as_they_are(checkpoint):

@@ -76,7 +76,8 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
     for i in answers:
         before = render(tokenizer, messages[:i], arguments, where, opening=True)
         after = render(tokenizer, messages[: i + 1], arguments, where, opening=False)
-        written = _behind_tag(messages[i], before, whole) if i == len(messages) - 1 else ""
+        last = i == len(messages) - 1
+        written = _behind_tag(tokenizer, messages[i], before, whole, arguments, where) if last else ""
         if written and before[:at] == whole[:at]:
             _append(encoded, tokenizer, before[at:], trained=False)
             _append(encoded, tokenizer, written, trained=True)
@@ -135,11 +136,16 @@ def _turn(tokenizer: Any, arguments: Mapping[str, object], where: str) -> tuple[
 
 
 def _end(tokenizer: Any, arguments: Mapping[str, object], where: str) -> str:
-    """The special token that ends an answer; "" for none."""
+    """The special tokens that end an answer, such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|>; "" for none."""
+    tokens = "|".join(map(re.escape, sorted(special_tokens(tokenizer), key=len, reverse=True)))
+    end = re.search(f"(?:{tokens})+", _behind_answer(tokenizer, arguments, where))
+    return end[0] if end else ""
+
+
+def _behind_answer(tokenizer: Any, arguments: Mapping[str, object], where: str) -> str:
+    """What the template writes behind an answer that nothing follows."""
     answered = render(tokenizer, [USER, {"role": "assistant", "content": "."}], arguments, where, opening=False)
-    behind = answered.rpartition(".")[2]
-    return min((token for token in special_tokens(tokenizer) if token in behind),
-               key=lambda token: (behind.find(token), -len(token)), default="")
+    return answered.rpartition(".")[2]
 
 
 def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],
@@ -155,10 +161,17 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
         if message.get("role") != "assistant":
             continue
         run = messages[begun:i]
-        context = behind(run, opening=True)[len(first):] if begun else render(tokenizer, run, arguments, where,
-                                                                               opening=True)
+        context = behind(run, opening=True) if begun else render(tokenizer, run, arguments, where, opening=True)
+        if begun and (not context.startswith(first) or any(
+                one.get("content") and behind([one], opening=True) == opened for one in run)):
+            raise DataError(f"the chat template does not show what is before message {i} without the answer before it",
+                            code="sft-context-not-shown", who=where, got=context[-40:],
+                            fix="leave --loss-mask-type out, or --chat-template-path with a template that has "
+                            "{% generation %} blocks")
+        context = context[len(first):] if begun else context
         shown = behind([message], opening=False)
-        answer = shown[len(opened):] if shown.startswith(opened) else _behind_tag(message, opened, shown)
+        answer = shown[len(opened):] if shown.startswith(opened) else _behind_tag(
+            tokenizer, message, opened, shown, arguments, where)
         if not answer:
             raise DataError(f"the chat template does not open answers as it renders message {i}",
                             code="sft-answer-opening-differs", who=where,
@@ -169,7 +182,8 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
     return encoded
 
 
-def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
+def _behind_tag(tokenizer: Any, message: Mapping[str, object], opened: str, whole: str,
+                arguments: Mapping[str, object], where: str) -> str:
     """What a model would write behind an opening that ends with a tag, if `whole` does not show it there; else "".
 
     What ends the answer is what `whole` has behind it.
@@ -180,7 +194,8 @@ def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
         return ""
     answer = content.rpartition(f"</{tag[1]}>")[2].strip()
     written = within_tag(opened, content, str(message.get("reasoning_content") or "").strip())
-    return written + whole[whole.rfind(answer) + len(answer):] if answer and answer in whole else ""
+    start = whole.removesuffix(_behind_answer(tokenizer, arguments, where)).rfind(answer)  # "end" is in <|im_end|>, too
+    return written + whole[start + len(answer):] if answer and start >= 0 else ""
 
 
 def within_tag(opened: str, content: str, reasoning: str = "") -> str:

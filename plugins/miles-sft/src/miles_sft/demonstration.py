@@ -64,7 +64,7 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
         last_only = options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen"
         encoded = encode(tokenizer, prompt.messages, arguments, where, last_only=last_only,
                          alone=options.sft_loss_mask_type == "qwen3", shown=options.sft_loss_mask_type == "qwen3_5")
-        figures = _reasoning_left_out(prompt.messages[-1:] if last_only else prompt.messages, encoded, tokenizer)
+        figures = _left_out(prompt.messages[-1:] if last_only else prompt.messages, encoded, tokenizer)
     else:
         response, text, before = _response(prompt, options.sft_response_key, where), prompt.text, prompt.token_ids
         if tools and prompt.messages:  # the prompt was rendered without them
@@ -91,17 +91,24 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
     return _sample(prompt, encoded, start, status, version, tokenizer, figures)
 
 
-def _reasoning_left_out(messages: Sequence[Mapping[str, object]], encoded: EncodedConversation,
-                        tokenizer: Any) -> dict[str, float]:
-    """Of the answers among messages that have `reasoning_content`, the share whose text is not trained on: a template
-    that knows no such key leaves it out without a word. Nothing where no answer has any."""
-    reasoning = [str(message["reasoning_content"]).strip() for message in messages
-                 if message.get("role") == "assistant" and message.get("reasoning_content")]
-    if not reasoning:
+def _left_out(messages: Sequence[Mapping[str, Any]], encoded: EncodedConversation, tokenizer: Any) -> dict[str, float]:
+    """Of the answers among messages that have `reasoning_content`, and of those that have `tool_calls`, the share whose
+    text is not trained on: a template that knows no such key leaves it out without a word, and Llama 3's what is said
+    beside a call. Nothing where no answer has any."""
+    answers = [message for message in messages if message.get("role") == "assistant"]
+    parts = {"reasoning_left_out": [[one["reasoning_content"]] for one in answers if one.get("reasoning_content")],
+             "calls_left_out": [[*map(_name, one["tool_calls"]), one.get("content")] for one in answers
+                                if one.get("tool_calls")]}
+    if not any(parts.values()):
         return {}
     trained = [token for token, bit in zip(encoded.ids, encoded.mask, strict=True) if bit]
     text = tokenizer.decode(trained, clean_up_tokenization_spaces=False)
-    return {"reasoning_left_out": sum(one not in text for one in reasoning) / len(reasoning)}
+    return {name: sum(any(isinstance(part, str) and part.strip() not in text for part in one) for one in several)
+            / len(several) for name, several in parts.items() if several}
+
+
+def _name(call: object) -> object:
+    return (call.get("function") or call).get("name") if isinstance(call, Mapping) else None
 
 
 def _sample(prompt: Prompt, encoded: EncodedConversation, start: int, status: Status, version: int,
