@@ -57,6 +57,7 @@ class Judge:
             raise self._untokenized(str(error)) from error
         if not self._tokenizer.chat_template:
             raise self._untokenized("it has no chat template")
+        self._special = sorted(special_tokens(self._tokenizer))
 
     async def score(self, samples: Sequence[Sample]) -> list[float]:
         """A number for each sample.
@@ -92,8 +93,14 @@ class Judge:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own
 
     def _answer(self, sample: Sample) -> str:
-        """Its text without the token that ended it: the template writes its own, and a question would end there."""
-        return sample.text.removesuffix(next(filter(sample.text.endswith, self._ends), ""))
+        """Its text without the token that ended it: the template writes its own, and a question would end there.
+
+        A space breaks whatever else would become a special token: an answer shall not write the other side's turn.
+        """
+        text = sample.text.removesuffix(next(filter(sample.text.endswith, self._ends), ""))
+        for token in self._special:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
 
     async def _ask(self, samples: Sequence[Sample]) -> list[float]:
         ids, last = [self.token_ids(sample) for sample in samples], "no attempt"
