@@ -7,8 +7,10 @@ import sys
 import pytest
 from miles_math.plugin import Math, MathOptions
 
+from miles_core.config.tables import Rollout, RunConfig
 from miles_core.errors import ConfigError, RewardError
-from miles_core.types import Prompt, Sample
+from miles_core.stages.reward import Scoring, weighted_sum
+from miles_core.types import Group, Prompt, Sample
 
 
 @pytest.fixture
@@ -16,7 +18,7 @@ def scorers():
     made = []
 
     def make(**options):
-        made.append(Math(MathOptions(**options)))
+        made.append(Math(MathOptions(**options), RunConfig()))
         return made[-1]
 
     yield make
@@ -66,7 +68,7 @@ def test_what_cannot_be_graded_scores_nothing_and_says_so(scorers):
 )
 def test_options_are_checked(name, value):
     with pytest.raises(ConfigError, match=name):
-        Math(MathOptions(**{name: value}))
+        Math(MathOptions(**{name: value}), RunConfig())
 
 
 def test_scorers_work_in_a_worker_thread(scorers):
@@ -80,3 +82,14 @@ def test_the_plugin_module_imports_nothing_heavy():
         "assert not {'torch', 'sympy', 'math_verify'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_group_of_hostile_answers_has_scores_within_its_time():
+    """The core gives a whole group rm_timeout, and ends the run when that is over."""
+    run = RunConfig(rollout=Rollout(n_samples_per_prompt=2, rm_timeout=1.0))
+    plugin = Math(MathOptions(grading_timeout=60.0, grading_processes=1), run)
+    group = Group(sample("").prompt, [sample(r"\boxed{10^{100000000}}") for _ in range(2)])
+    scoring = Scoring({"math": plugin.math}, {"math": 1.0}, weighted_sum, 120.0)  # for a busy machine
+    rewards = [one.reward for one in asyncio.run(scoring(group)).samples]
+    plugin.finish()
+    assert rewards == [0.0] * 2 and all(one.metadata["math_ungraded"] for one in group.samples)

@@ -63,7 +63,7 @@ def test_a_rendered_text_would_be_rendered_again(tokenizer):
 def test_an_object_as_the_label_is_nobodys_answer(tokenizer):
     row = {"prompt": [USER], "label": {"target": "2"}}
     assert "'label' is an object" in told(row)
-    math = Math(MathOptions())
+    math = Math(MathOptions(), RunConfig())
     try:
         rewards = [math.math(SimpleNamespace(text="\\boxed{2}", prompt=prompt(tokenizer, one), metadata={}, name="x"))
                    for one in (row, ROW)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles_core.config import option
+from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError, RewardError
 from miles_core.hookspecs import hookimpl
 
@@ -23,7 +23,9 @@ class MathOptions:
     format_pattern: str | None = option(
         None, "Regular expression for whole responses in scorer format; default: it ends in its only box."
     )
-    grading_timeout: float = option(3.0, "CPU seconds allowed for one comparison; answers that need more score 0.")
+    grading_timeout: float = option(
+        3.0, "CPU seconds for an answer, and half of rm_timeout for all answers to a prompt; longer ones score 0."
+    )
     grading_processes: int = option(2, "Maximum number of processes that compare answers.")
 
 
@@ -32,7 +34,7 @@ class Math:
 
     provides = ("labels:math", "labels:boxed_math")
 
-    def __init__(self, options: MathOptions):
+    def __init__(self, options: MathOptions, config: RunConfig):
         import re
 
         from miles_math.grading import Grader
@@ -47,7 +49,9 @@ class Math:
             raise ConfigError("format_pattern is not a regular expression", got=options.format_pattern,
                               who="math.format_pattern", code="math-pattern-invalid", fix=str(error)) from None
         self.options = options
-        self._grader = Grader(options.grading_timeout, options.grading_processes)
+        group = max(config.rollout.n_samples_per_prompt, config.eval.n_samples_per_eval_prompt)
+        seconds = min(options.grading_timeout, config.rollout.rm_timeout / 2 / group)  # a whole group has rm_timeout
+        self._grader = Grader(seconds, options.grading_processes)
 
     @hookimpl("reward", name="math")
     def math(self, sample: Sample) -> float:
