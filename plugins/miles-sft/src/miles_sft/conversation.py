@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,8 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
     for i in answers:
         before = render(tokenizer, messages[:i], arguments, where, opening=True)
         after = render(tokenizer, messages[: i + 1], arguments, where, opening=False)
-        last = i == len(messages) - 1
-        written = _behind_tag(tokenizer, messages[i], before, whole, arguments, where) if last else ""
+        written = _behind_tag(messages[i], before, whole, lambda: _behind_answer(
+            tokenizer, messages[:-1], arguments, where)) if i == len(messages) - 1 else ""
         if written and before[:at] == whole[:at]:
             _append(encoded, tokenizer, before[at:], trained=False)
             _append(encoded, tokenizer, written, trained=True)
@@ -138,13 +138,14 @@ def _turn(tokenizer: Any, arguments: Mapping[str, object], where: str) -> tuple[
 def _end(tokenizer: Any, arguments: Mapping[str, object], where: str) -> str:
     """The special tokens that end an answer, such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|>; "" for none."""
     tokens = "|".join(map(re.escape, sorted(special_tokens(tokenizer), key=len, reverse=True)))
-    end = re.search(f"(?:{tokens})+", _behind_answer(tokenizer, arguments, where))
+    end = re.search(f"(?:{tokens})+", _behind_answer(tokenizer, [USER], arguments, where))
     return end[0] if end else ""
 
 
-def _behind_answer(tokenizer: Any, arguments: Mapping[str, object], where: str) -> str:
-    """What the template writes behind an answer that nothing follows."""
-    answered = render(tokenizer, [USER, {"role": "assistant", "content": "."}], arguments, where, opening=False)
+def _behind_answer(tokenizer: Any, before: Sequence[Mapping[str, object]], arguments: Mapping[str, object],
+                   where: str) -> str:
+    """What the template writes behind an answer to these messages."""
+    answered = render(tokenizer, [*before, {"role": "assistant", "content": "."}], arguments, where, opening=False)
     return answered.rpartition(".")[2]
 
 
@@ -171,7 +172,7 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
         context = context[len(first):] if begun else context
         shown = behind([message], opening=False)
         answer = shown[len(opened):] if shown.startswith(opened) else _behind_tag(
-            tokenizer, message, opened, shown, arguments, where)
+            message, opened, shown, lambda: _behind_answer(tokenizer, [USER], arguments, where))
         if not answer:
             raise DataError(f"the chat template does not open answers as it renders message {i}",
                             code="sft-answer-opening-differs", who=where,
@@ -182,11 +183,11 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
     return encoded
 
 
-def _behind_tag(tokenizer: Any, message: Mapping[str, object], opened: str, whole: str,
-                arguments: Mapping[str, object], where: str) -> str:
+def _behind_tag(message: Mapping[str, object], opened: str, whole: str, end: Callable[[], str]) -> str:
     """What a model would write behind an opening that ends with a tag, if `whole` does not show it there; else "".
 
-    What ends the answer is what `whole` has behind it.
+    What ends the answer is what `whole` has behind it, and what other answers `end` with is no part of it: the answer
+    "end" is in <|im_end|> as well.
     """
     tag = _TAG.search(opened)
     content = str(message.get("content") or "").strip()
@@ -194,7 +195,7 @@ def _behind_tag(tokenizer: Any, message: Mapping[str, object], opened: str, whol
         return ""
     answer = content.rpartition(f"</{tag[1]}>")[2].strip()
     written = within_tag(opened, content, str(message.get("reasoning_content") or "").strip())
-    start = whole.removesuffix(_behind_answer(tokenizer, arguments, where)).rfind(answer)  # "end" is in <|im_end|>, too
+    start = whole.removesuffix(end()).rfind(answer)
     return written + whole[start + len(answer):] if answer and start >= 0 else ""
 
 
