@@ -20,14 +20,14 @@ def program(code: str, stdin: str) -> str:
     import contextlib
     import os
     import sys
+    import tempfile
     import threading
 
-    read, written = os.memfd_create("read"), os.memfd_create("written")
-    with open(read, "w", encoding="utf-8", errors="surrogatepass", closefd=False) as file:
-        file.write(stdin)
-    os.lseek(read, 0, os.SEEK_SET)
-    os.dup2(read, 0)
-    os.dup2(written, 1)
+    read, written = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+    read.write(stdin.encode("utf-8", "surrogatepass"))
+    read.seek(0)
+    os.dup2(read.fileno(), 0)
+    os.dup2(written.fileno(), 1)
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogatepass", closefd=False)
     sys.stdout = printed = os.fdopen(1, "w", encoding="utf-8", errors="surrogatepass", closefd=False)
     with contextlib.suppress(SystemExit):
@@ -38,6 +38,5 @@ def program(code: str, stdin: str) -> str:
     for stream in (sys.stdout, printed):
         with contextlib.suppress(ValueError):  # closed, which flushes as well
             stream.flush()
-    with open(written, "rb") as file:
-        file.seek(0)
-        return file.read().decode("utf-8", "replace")
+    written.seek(0)
+    return written.read().decode("utf-8", "replace")
