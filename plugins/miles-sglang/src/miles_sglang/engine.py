@@ -283,9 +283,11 @@ class SglangEngine:
             inflight.reason = "abort"
             return
         try:
-            inflight.take(*await self._ask(endpoint.client, inflight))
+            answers, versions = await self._ask(endpoint.client, inflight)
+            inflight.take(answers, versions)
             if inflight.reason is None and self._pool.serving:
-                raise Failed(f"{endpoint.client.name}: the request was ended by another client")
+                raise Failed(f"{endpoint.client.name}: the request was ended by the server or another client; it says "
+                             f"{answers[-1].message!r}")
             return
         except Failed as error:
             failed = error
@@ -328,6 +330,8 @@ class SglangEngine:
         answers = await self._readers.pieces(Call(client.url, client.name, orjson.dumps(body), self._streams,
                                                   inflight.request.sampling.skip_special_tokens), client)
         for piece in answers:
+            if piece.rid != inflight.rid:
+                raise Failed(f"{client.name}: an answer to another request, {piece.rid}")
             versions.append(version)
             version = self._check_version(piece, sent, newest=None if self._streams else sent)
         return answers, versions
