@@ -414,6 +414,28 @@ def test_an_aborted_request_returns_its_tokens_wherever_it_is(engine_over, ask):
     check(flying, len(flying.output_ids))
 
 
+def test_a_server_that_does_not_answer_an_abort_is_waited_for_once_as_long(engine_over, ask):
+    """Each second of the bound was another abort, and each of these waited half a minute for its answer."""
+    async def work(engine, wire):
+        aborts = []
+
+        async def slow(rid=None):
+            aborts.append(rid)
+            await asyncio.sleep(1.5)
+
+        engine._drain_seconds, engine.servers[0].client.abort = 3.0, slow
+        call = asyncio.ensure_future(engine.generate(ask("a", 150)))
+        wire.step = 0.2
+        await wire.draws(1)
+        with pytest.raises(EngineError) as caught:
+            await engine.abort()
+        call.cancel()
+        return caught.value, aborts
+
+    error, aborts = over(engine_over, work)
+    assert error.code == "requests-not-drained" and error.who == "external engine 0" and len(aborts) == 2
+
+
 def test_a_cancelled_call_ends_at_the_server(engine_over, ask):
     async def work(engine, wire):
         with pytest.raises(TimeoutError):

@@ -25,6 +25,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError
 from miles_core.stages.placement import Placement, engines, logs
 from miles_core.stages.rollout import PauseMode, Request, Response
+from miles_sglang.awake import awake
 from miles_sglang.background import Background
 from miles_sglang.client import Answer, Client, Failed
 from miles_sglang.hardware import readers
@@ -367,7 +368,8 @@ class SglangEngine:
 
     async def _bring_back(self, requests: Sequence[InFlightRequest]) -> None:
         """End the calls of these requests at the servers, and wait for what they have drawn."""
-        for _ in range(max(1, int(self._drain_seconds))):
+        until = awake() + self._drain_seconds
+        while awake() < until:
             if not (left := [inflight for inflight in requests if inflight in self._scheduler.sent]):
                 return
             everything = len(left) == len(self._scheduler.sent)
