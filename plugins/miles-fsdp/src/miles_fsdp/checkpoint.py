@@ -189,7 +189,7 @@ def _check(where: Path, saved: dict[str, Any], ranks: Ranks) -> None:
     """Whether it is what was written; of the tensors each rank looks at a share."""
     digested = {name: one for name, one in saved.items() if name not in ("base", "digest")}  # a base may move
     check_state(digested, saved.get("digest"), where / STATE)
-    if where.name != f"iter_{saved.get('iteration', 0):07d}" and "iteration" in saved:
+    if "iteration" in saved and where.name != f"iter_{saved['iteration']:07d}":
         raise ValueError(f"{STATE} is of iteration {saved['iteration']}")
     if "index" in saved and saved["index"] != _digest([(where / TENSORS / INDEX).read_bytes()]):
         raise ValueError(f"{TENSORS}/{INDEX} is not what was written")
