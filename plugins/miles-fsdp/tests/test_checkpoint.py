@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_fsdp.ranks import Ranks
 from miles_local.stored import digest
 from miles_testing.tiny import run_file, tiny_checkpoint
 from safetensors.torch import load_file, save_file
@@ -162,6 +163,22 @@ def test_iterations_that_nothing_names_are_no_empty_folder(trainer, saved):
     shutil.copytree(saved / "iter_0000002", saved / "iter_0000004")
     error = refused(trainer, "--load", saved)
     assert error.code == "fsdp-checkpoint-missing" and LATEST in str(error) and "iter_0000004" in str(error)
+
+
+def test_an_iteration_under_another_number_is_not_loaded(trainer, saved):
+    """Rollouts would have been counted by the folder's name, and prompts, schedule and weights been those of before."""
+    os.rename(saved / "iter_0000002", saved / "iter_0000004")
+    (saved / LATEST).write_text("4\n")
+    error = refused(trainer, "--load", saved)
+    assert error.code == "fsdp-checkpoint-unreadable" and "of iteration 2" in error.got
+
+
+def test_every_rank_loads_the_iteration_that_the_first_one_sees(trainer, saved, monkeypatch):
+    """A tracker may change between two looks at it, and half of a model would be of another iteration."""
+    shutil.copytree(saved / "iter_0000002", saved / "iter_0000004")
+    (saved / LATEST).write_text("4\n")
+    monkeypatch.setattr(Ranks, "gathered", lambda self, value: [2, value])
+    assert trainer("--load", saved)[1].rollout_id == 2
 
 
 def test_a_resumed_run_exports_what_lies_beside_the_weights_that_it_began_with(trainer, tmp_path):

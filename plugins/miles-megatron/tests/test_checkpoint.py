@@ -222,6 +222,22 @@ def test_trackers_that_lead_nowhere(checkpoint, saved):
             checkpoint.latest(saved)
 
 
+def test_an_iteration_under_another_number_is_not_loaded(checkpoint, saved, session):
+    """Rollouts would have been counted by the folder's name, and prompts, schedule and weights been those of before."""
+    os.rename(saved / "iter_0000007", saved / "iter_0000009")
+    (saved / checkpoint.TRACKER).write_text("9\n")
+    with pytest.raises(CheckpointError) as caught:
+        load(checkpoint, saved, session)
+    assert caught.value.code == "iteration-misnamed" and "iteration 7" in caught.value.got
+
+
+def test_every_rank_loads_the_iteration_that_the_first_one_sees(checkpoint, saved, session, monkeypatch):
+    """A tracker may change between two looks at it, and half of a model would be of another iteration."""
+    save(checkpoint, saved, 9, session)
+    monkeypatch.setattr(checkpoint, "of_first_rank", lambda mine: {9: 7}[mine])
+    assert load(checkpoint, saved, session)[0] == 7
+
+
 def test_an_iteration_of_another_trainer_is_not_called_incomplete(checkpoint, tmp_path):
     iteration = tmp_path / "iter_0000007"
     iteration.mkdir()

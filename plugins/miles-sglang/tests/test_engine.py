@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from miles_sglang import server_pool
+from miles_sglang.sync.sequence import ServerSync
 from wire import Wire, WireRouter, log_prob, next_token
 
 from miles_core.config.tables import Perf
@@ -347,7 +348,9 @@ def test_requests_leave_in_order_and_not_more_than_there_is_room(engine_over, as
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "reset", {"weight_version": "8"}, {"completion_tokens": 99},
-                                   {"output_token_logprobs": []}, {"finish_reason": {"type": "abort"}}], ids=str)
+                                   {"output_token_logprobs": []}, {"finish_reason": {"type": "abort"}},
+                                   {"completion_tokens": 4}, {"completion_tokens": 0}, {"prompt_tokens": 2},
+                                   {"id": "train-b"}], ids=str)
 def test_what_may_be_sent_again_is_sent_again(engine_over, ask, fault):
     async def work(engine, wire):
         await sync(engine, 3)
@@ -369,6 +372,19 @@ def test_what_may_not_be_sent_again_is_an_error_at_once(engine_over, ask):
         assert len(wire.requests) == 1
 
     over(engine_over, work)
+
+
+def test_what_a_server_says_of_an_end_of_its_own_is_told(engine_over, ask, monkeypatch):
+    monkeypatch.setattr("miles_sglang.engine.RETRIES", 0)
+
+    async def work(engine, wire):
+        wire.plan = [{"finish_reason": {"type": "abort", "message": "out of memory"}, "completion_tokens": 0}]
+        with pytest.raises(EngineError) as caught:
+            await engine.generate(ask("a", 5))
+        return caught.value
+
+    error = over(engine_over, work)
+    assert error.code == "request-retries-exhausted" and "out of memory" in error.got
 
 
 def test_tries_are_bounded(engine_over, ask, monkeypatch):
@@ -396,6 +412,28 @@ def test_an_aborted_request_returns_its_tokens_wherever_it_is(engine_over, ask):
     assert flying.finish_reason == waiting.finish_reason == "abort"
     assert 0 < len(flying.output_ids) < 150 and len(waiting.output_ids) == 0
     check(flying, len(flying.output_ids))
+
+
+def test_a_server_that_does_not_answer_an_abort_is_waited_for_once_as_long(engine_over, ask):
+    """Each second of the bound was another abort, and each of these waited half a minute for its answer."""
+    async def work(engine, wire):
+        aborts = []
+
+        async def slow(rid=None):
+            aborts.append(rid)
+            await asyncio.sleep(1.5)
+
+        engine._drain_seconds, engine.servers[0].client.abort = 3.0, slow
+        call = asyncio.ensure_future(engine.generate(ask("a", 150)))
+        wire.step = 0.2
+        await wire.draws(1)
+        with pytest.raises(EngineError) as caught:
+            await engine.abort()
+        call.cancel()
+        return caught.value, aborts
+
+    error, aborts = over(engine_over, work)
+    assert error.code == "requests-not-drained" and error.who == "external engine 0" and len(aborts) == 2
 
 
 def test_a_cancelled_call_ends_at_the_server(engine_over, ask):
@@ -468,6 +506,22 @@ def test_a_server_that_dies_while_its_version_is_confirmed_is_brought_back_later
             await sync(engine, 3)
 
     over(engine_over, work, 2)
+
+
+def test_a_server_that_is_lost_before_the_first_sync_gets_the_weights_once_it_is_back(engine_over, ask):
+    """It has no version then, and neither had the engine: nobody saw that it lags behind."""
+    async def work(engine, wire):
+        async def recover():
+            await update(engine, 1)
+
+        engine.recover, wire.alive = recover, False
+        while engine.servers[0].alive:
+            await asyncio.sleep(0.05)
+        await ServerSync(engine._config, lambda targets: targets).sync(None, engine, 1)
+        wire.alive = True
+        return await asyncio.wait_for(engine.generate(ask("a", 5)), 15)
+
+    assert set(over(engine_over, work, trained=True, health_check_timeout=0.3).versions) == {1}
 
 
 def test_requests_of_a_dead_server_go_to_another_and_it_comes_back_with_weights(engine_over, ask):

@@ -1,7 +1,9 @@
-"""Requests that no server should see. test_engine.py has what becomes of the others."""
+"""Requests that no server should see, and answers to others. test_engine.py has what becomes of the rest."""
 
+import numpy as np
 import pytest
-from miles_sglang.in_flight import check_lengths
+from miles_sglang.client import Answer, Failed
+from miles_sglang.in_flight import InFlightRequest, ModelFacts, check_lengths
 
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import Request, SamplingParams
@@ -18,3 +20,13 @@ def test_lengths_that_no_response_can_have_are_refused(prompt, least, most, code
     with pytest.raises(EngineError) as refused:
         check_lengths(request, 8, 7)
     assert refused.value.code == code and "request train-0" in str(refused.value)
+
+
+@pytest.mark.parametrize("count", [0, 4], ids=["none", "more than asked for"])
+def test_as_many_tokens_as_nobody_asked_for_are_no_answer(count):
+    facts = ModelFacts(vocab=100, stops=frozenset({98}), layers=1, topk=0, context=200, longest=195)
+    request = Request("train-0", (5,), SamplingParams(max_new_tokens=3), key=1)
+    inflight = InFlightRequest(request, 0, facts, lambda ids, skip: "")
+    with pytest.raises(Failed):
+        inflight.take([Answer(np.ones(count, np.int32), np.zeros(count, np.float32), "length", "1")], [1])
+    assert not len(inflight.ids) and inflight.reason is None

@@ -214,6 +214,11 @@ def test_merged_pieces_say_what_they_said_apart(seed):
     assert len(fewer) < len(pieces) and told(fewer) == before
 
 
+def test_a_piece_of_another_answer_is_not_merged_into_this_one():
+    pieces = [Answer(np.ones(1, np.int32), np.zeros(1), None, "1", rid=rid) for rid in ("a", "a", "b", "a")]
+    assert "b" in [piece.rid for piece in merged(pieces)]
+
+
 def test_texts_are_left_to_tokenizers_that_decode_in_a_way_of_their_own(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

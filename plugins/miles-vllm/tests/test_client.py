@@ -55,3 +55,11 @@ def test_a_stop_string_that_began_in_an_earlier_request_ends_the_response():
     call.take(Answer(np.array([3, 4], np.int32), np.zeros(2, np.float32), np.ones(2, np.int32), "length"))
     response = call.response(lambda ids: "".join(chr(48 + token) for token in ids))
     assert response.output_ids.tolist() == [3] and response.text == "3" and response.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("count", [0, 4], ids=["none", "more than asked for"])
+def test_as_many_tokens_as_nobody_asked_for_are_no_answer(count):
+    call = Call(Request("a", (5,), SamplingParams(max_new_tokens=3), key=1), 4000)
+    with pytest.raises(Failed):
+        call.take(Answer(np.ones(count, np.int32), np.zeros(count, np.float32), np.ones(count, np.int32), "stop"))
+    assert call.drawn == 0 and call.reason is None

@@ -10,6 +10,7 @@ import pytest
 from miles_testing import engine_contract
 from miles_testing.engines import session
 from miles_vllm import engine as engine_module
+from miles_vllm.sync import FileSync
 
 from miles_core.errors import EngineDiedError, EngineError, SyncError
 from miles_core.stages.rollout import Request, SamplingParams
@@ -78,6 +79,20 @@ def test_a_request_that_is_never_answered_can_be_given_up(make):
         assert len((await engine.generate(ask())).output_ids) == 4
 
     session(engine, weights(1), work)
+
+
+def test_who_comes_back_after_a_sync_with_nobody_alive_lags_behind(make):
+    """A server that comes up has version 0, and with an engine of version 0 it got no weights and no requests."""
+    class Trainer:
+        async def connect(self, sender):
+            self.sender = sender
+
+        async def send(self, version):  # a folder of this name may be there from an earlier start
+            return {"tensors": version, "bytes": 2}
+
+    engine = make()
+    figures = asyncio.run(FileSync(engine._config).sync(Trainer(), engine, 1))
+    assert figures["tensors"] == 1 and engine.version == 1
 
 
 def test_weights_that_a_server_cannot_load_are_not_served(make):

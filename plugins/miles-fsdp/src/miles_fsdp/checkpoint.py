@@ -87,7 +87,7 @@ def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict
     """
     if beside is not None:
         beside.wait()
-    document = {"steps": {name: one.steps for name, one in models.trained.items()},
+    document = {"iteration": iteration, "steps": {name: one.steps for name, one in models.trained.items()},
                 "rollout_steps": models.rollout_steps, "optimizer": whole, "warm": models.warm, "base": models.base,
                 "state": state}
     target, tensors = folder / f"iter_{iteration:07d}", _tensors(models, whole)
@@ -189,6 +189,8 @@ def _check(where: Path, saved: dict[str, Any], ranks: Ranks) -> None:
     """Whether it is what was written; of the tensors each rank looks at a share."""
     digested = {name: one for name, one in saved.items() if name not in ("base", "digest")}  # a base may move
     check_state(digested, saved.get("digest"), where / STATE)
+    if "iteration" in saved and where.name != f"iter_{saved['iteration']:07d}":
+        raise ValueError(f"{STATE} is of iteration {saved['iteration']}")
     if "index" in saved and saved["index"] != _digest([(where / TENSORS / INDEX).read_bytes()]):
         raise ValueError(f"{TENSORS}/{INDEX} is not what was written")
     check_archives(checkpoint_index.places(where / TENSORS / INDEX)[ranks.index :: ranks.size])

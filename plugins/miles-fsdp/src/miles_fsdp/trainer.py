@@ -74,6 +74,9 @@ class FsdpTrainer:
         start = next(path for path in (paths.load if directory(paths.load) else None, paths.ref_load,
                                        paths.hf_checkpoint) if path)
         iteration = checkpoint.latest(paths.load) if paths.load and not directory(paths.load) else None
+        # Another run may save into the folder meanwhile, and a network file system shows each host the tracker of its
+        # time: what the first rank sees holds for all.
+        iteration = self.ranks.gathered(iteration)[0]
         if iteration is not None and paths.load is not None:
             start = checkpoint.start(paths.load, iteration, paths)
         self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options, start)

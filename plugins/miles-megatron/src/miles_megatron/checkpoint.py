@@ -33,7 +33,7 @@ from miles_core.record.publish import TEMPORARY, aside, publish
 from miles_core.types import LOCK, TRACKER
 from miles_megatron import checkpoint_write, cpu, foreign, index
 from miles_megatron.async_save import AsyncSave
-from miles_megatron.checkpoint_write import STATE, Staged
+from miles_megatron.checkpoint_write import STATE, Staged, of_first_rank
 from miles_megatron.optimizer import load_state, numbered_groups, prepare_state
 from miles_megatron.shards import few
 from miles_megatron.weights import global_parameters, known_by
@@ -186,7 +186,8 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     Raises:
         CheckpointError: as `latest`, or a checkpoint that cannot be read or does not fit the model.
     """
-    iteration = latest(folder) if iteration is None else iteration
+    # Another run may save into the folder meanwhile, and a network file system shows each host the tracker of its time.
+    iteration = of_first_rank(latest(folder)) if iteration is None else iteration
     source = iteration_folder(folder, iteration)
     if absent := _absent(source):
         raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
@@ -201,7 +202,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         stored = checkpoint_index.read(where / ".metadata") if foreign_names is None else foreign_names
         try:
             check_archives(index.archives(where, dist.get_rank(), dist.get_world_size()))
-            saved_state = _state(source) if foreign_names is None else {}
+            saved_state = _state(source, iteration) if foreign_names is None else {}
             _load_part(where, stored, foreign_names is not None, *part)
         except MilesError:
             raise
@@ -212,10 +213,14 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     return iteration, saved_state
 
 
-def _state(source: Path) -> dict:
+def _state(source: Path, iteration: int) -> dict:
     read = json.loads((source / STATE).read_text())
     saved_state = read["state"]
     check_state(saved_state, read.get("digest"), source / STATE)
+    if read.get("iteration", iteration) != iteration:
+        raise CheckpointError("the checkpoint is of another iteration than its folder", code="iteration-misnamed",
+                              got=f"{STATE} of iteration {read['iteration']}", who=str(source),
+                              fix=f"give the folder its own number, and write it into {TRACKER}")
     if "files" in saved_state:
         saved_state["files"] = {name: (source / Path(name).name).read_bytes() for name in saved_state["files"]}
     return saved_state

@@ -136,7 +136,7 @@ class Staged:
                     write_text(self.target.parent / TRACKER, f"{self.iteration}\n")
         except Exception as error:  # noqa: BLE001 - raised on every rank
             wrong = error
-        if (wrong := _told(wrong, group)) is not None:
+        if (wrong := of_first_rank(wrong, group)) is not None:
             raise wrong
 
     def _complete(self, every: Sequence) -> None:
@@ -162,7 +162,7 @@ def _gathered(mine: object, group: dist.ProcessGroup | None) -> list | None:
     return every
 
 
-def _told(mine: object, group: dist.ProcessGroup | None) -> Any:
+def of_first_rank(mine: object, group: dist.ProcessGroup | None = None) -> Any:
     """The first rank's object, on every rank."""
     if dist.get_world_size() == 1:
         return mine

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.errors import ConfigError, DiedError
+from miles_core.errors import ConfigError, DiedError, TrainError
 from miles_core.hosts import Handle, Instance, RankGroup, in_daemon_thread, meeting_folder, unpacked, write_to
 from miles_core.messages import Message, answered, unpickled
 from miles_core.types import Rank
@@ -113,11 +113,21 @@ class RayHost(Handle):
         self._memory = memoryview(b"")
 
     def pack(self, args: tuple[object, ...]) -> Any:
-        """A message, of which the object store has one copy for each node, whatever the number of ranks there."""
+        """A message, of which the object store has one copy for each node, whatever the number of ranks there.
+
+        Raises:
+            TrainError: the object store does not take it.
+        """
         import ray
 
         message = Message(args, _pickled)
-        return ray.put((message.body, message.spans, np.frombuffer(message.memory, np.uint8)))
+        try:
+            return ray.put((message.body, message.spans, np.frombuffer(message.memory, np.uint8)))
+        except ray.exceptions.RayError as error:
+            raise TrainError("Ray's object store does not take the arguments of a call", code="ray-object-store-full",
+                             got=f"{len(message.memory)} bytes: {str(error).splitlines()[0]}", who=self._name,
+                             fix="free memory in /dev/shm and disk under Ray's --temp-dir, or start Ray with a larger "
+                                 "--object-store-memory") from error
 
     async def call(self, method: str, *args: object) -> Any:
         return await self.deliver(method, args)

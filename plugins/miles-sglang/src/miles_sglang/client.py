@@ -47,6 +47,8 @@ class Answer:
         version: weight version that the server says it has.
         experts: [rows x layers x topk] uint8, or int16 where that is too small or -1 is none, flat; or None.
         counts: what the server counted: prompt_tokens, cached_tokens, retractions, and of speculation its drafts.
+        rid: id of the request that is answered.
+        message: what the server says of an abort.
         text: of all the call's tokens, on its last piece, where a reader decoded it.
     """
 
@@ -56,6 +58,8 @@ class Answer:
     version: str
     experts: np.ndarray | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    rid: str = ""
+    message: str = ""
     text: str | None = None
 
 
@@ -229,7 +233,7 @@ def parse(body: Any, seen: int, routes: np.ndarray | None = None) -> Answer:
         ids = np.array(body["output_ids"], np.int32)
         drawn = meta.get("output_token_logprobs") or []
         new = int(meta.get("completion_tokens", len(ids))) - seen
-        if not 0 <= new <= min(len(ids), len(drawn)):
+        if new < 0 or new and not {len(ids), len(drawn)} <= {new, new + seen}:
             if (reason or {}).get("type") != "abort":
                 raise ValueError(f"{new} tokens drawn, {len(ids)} ids and {len(drawn)} log-probs")
             new = 0  # aborted in the waiting queue, the server does not know all any more: they are drawn again
@@ -240,12 +244,12 @@ def parse(body: Any, seen: int, routes: np.ndarray | None = None) -> Answer:
         text = meta.get("routed_experts")
         return Answer(
             ids=ids, log_probs=log_probs, reason=None if reason is None else reason["type"],
-            version=str(meta["weight_version"]),
+            version=str(meta["weight_version"]), rid=str(meta["id"]), message=str((reason or {}).get("message", "")),
             experts=decoded(text) if text else routes,
             counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", RETRACTIONS, *SPECULATION)
                     if meta.get(name) is not None},
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Failed(f"an answer that cannot be used: {_says(error)}; it begins {str(body)[:200]}") from error
 
 

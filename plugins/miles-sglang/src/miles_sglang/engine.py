@@ -25,6 +25,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError
 from miles_core.stages.placement import Placement, engines, logs
 from miles_core.stages.rollout import PauseMode, Request, Response
+from miles_sglang.awake import awake
 from miles_sglang.background import Background
 from miles_sglang.client import Answer, Client, Failed
 from miles_sglang.hardware import readers
@@ -283,9 +284,11 @@ class SglangEngine:
             inflight.reason = "abort"
             return
         try:
-            inflight.take(*await self._ask(endpoint.client, inflight))
+            answers, versions = await self._ask(endpoint.client, inflight)
+            inflight.take(answers, versions)
             if inflight.reason is None and self._pool.serving:
-                raise Failed(f"{endpoint.client.name}: the request was ended by another client")
+                raise Failed(f"{endpoint.client.name}: the request was ended by the server or another client; it says "
+                             f"{answers[-1].message!r}")
             return
         except Failed as error:
             failed = error
@@ -328,6 +331,8 @@ class SglangEngine:
         answers = await self._readers.pieces(Call(client.url, client.name, orjson.dumps(body), self._streams,
                                                   inflight.request.sampling.skip_special_tokens), client)
         for piece in answers:
+            if piece.rid != inflight.rid:
+                raise Failed(f"{client.name}: an answer to another request, {piece.rid}")
             versions.append(version)
             version = self._check_version(piece, sent, newest=None if self._streams else sent)
         return answers, versions
@@ -363,7 +368,8 @@ class SglangEngine:
 
     async def _bring_back(self, requests: Sequence[InFlightRequest]) -> None:
         """End the calls of these requests at the servers, and wait for what they have drawn."""
-        for _ in range(max(1, int(self._drain_seconds))):
+        until = awake() + self._drain_seconds
+        while awake() < until:
             if not (left := [inflight for inflight in requests if inflight in self._scheduler.sent]):
                 return
             everything = len(left) == len(self._scheduler.sent)

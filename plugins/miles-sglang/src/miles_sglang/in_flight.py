@@ -127,7 +127,7 @@ class InFlightRequest:
         self.rid = f"{uuid.uuid4().hex}-{self.request.id}"
         params = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "max_new_tokens": min(sampling.max_new_tokens, self._facts.context - len(self.request.input_ids)) - drawn,
+            "max_new_tokens": self._room,
             "min_new_tokens": least, "stop": list(sampling.stop), "stop_token_ids": sorted(stops),
             "ignore_eos": sampling.ignore_eos, "skip_special_tokens": sampling.skip_special_tokens,
             "no_stop_trim": True, "spaces_between_special_tokens": False,
@@ -151,15 +151,19 @@ class InFlightRequest:
         """Add what one call drew: its pieces, and the version of each.
 
         Raises:
-            Failed: routed experts were requested but not returned; nothing is added.
+            Failed: it is no answer to what was asked, or lacks the routed experts; nothing is added.
             EngineError: the server has expanded images to another number of tokens than the trainer has.
         """
         last = answers[-1]
-        self._calls, self._read = self._calls + 1, last.text
         count = sum(len(answer.ids) for answer in answers)
-        if count and self.request.images and last.counts.get("prompt_tokens", self._length) != self._length:
+        length = last.counts.get("prompt_tokens", self._length)
+        if last.reason != "abort" and not 0 < count <= self._room:
+            raise Failed(f"{count} tokens that ended by {last.reason!r}, where at most {self._room} were asked for")
+        if count and length != self._length and not self.request.images:
+            raise Failed(f"an answer to {length} tokens of input, and not to all {self._length}")
+        if count and length != self._length:
             raise EngineError("SGLang expands the images of a request to another number of tokens than the trainer has",
-                              got=f"{last.counts['prompt_tokens']} tokens of input, not {self._length}",
+                              got=f"{length} tokens of input, not {self._length}",
                               who=f"request {self.request.id}", code="sglang-image-tokens",
                               fix="let servers use the checkpoint's own image processor, and its settings")
         if count and "routed_experts" in self.request.want:
@@ -170,6 +174,7 @@ class InFlightRequest:
             self._experts.append(self._read_experts(last.experts, count))
             again = _computed_again(answers, versions)
             self._again.append(np.concatenate([np.zeros(len(self._experts[-1]) - count, np.int8), again]))
+        self._calls, self._read = self._calls + 1, last.text
         self.ids = np.concatenate([self.ids, *(answer.ids for answer in answers)])
         for answer, version in zip(answers, versions, strict=True):
             self._log_probs.append(answer.log_probs)
@@ -197,6 +202,12 @@ class InFlightRequest:
     def _length(self) -> int:
         """Tokens of the next call's input."""
         return len(self.request.input_ids) + len(self.ids)
+
+    @property
+    def _room(self) -> int:
+        """The most tokens that the next call may draw."""
+        whole = min(self.request.sampling.max_new_tokens, self._facts.context - len(self.request.input_ids))
+        return whole - len(self.ids)
 
     @property
     def _rows(self) -> int:

@@ -98,10 +98,10 @@ def merged(pieces: Iterable[Answer]) -> list[Answer]:
     What tells about a piece is also what the one before it stated: the version that its tokens have, and whether the
     request was computed again in between.
     """
-    before: tuple[object, object] = None, None
+    before: tuple[object, ...] = ()
     stretches: list[tuple[object, Answer]] = []
     for piece in pieces:
-        states = piece.version, piece.counts.get(RETRACTIONS, 0)
+        states = piece.rid, piece.version, piece.counts.get(RETRACTIONS, 0)
         stretches.append(((before, states), piece))
         before = states
     return [_one([piece for _, piece in stretch]) for _, stretch in itertools.groupby(stretches, lambda pair: pair[0])]

@@ -12,7 +12,7 @@ import numpy as np
 
 from miles_core import rng
 from miles_core.stages.rollout import Request, Response
-from miles_vllm.client import Answer
+from miles_vllm.client import Answer, Failed
 
 if TYPE_CHECKING:
     from miles_vllm.servers import Server
@@ -29,7 +29,7 @@ class Call:
     """
 
     def __init__(self, request: Request, room: int):
-        self.request, self._room = request, room
+        self.request, self._most = request, min(request.sampling.max_new_tokens, room)
         self.rid, self.failures, self.ended = "", 0, False
         self.server: Server | None = None
         self.reason: str | None = None
@@ -48,7 +48,7 @@ class Call:
         past = [token for answer in self.answers for token in answer.ids.tolist()]
         sampling = {
             "temperature": params.temperature, "top_p": params.top_p, "top_k": max(0, params.top_k),
-            "max_tokens": min(params.max_new_tokens, self._room) - drawn, "logprobs": 0,
+            "max_tokens": self._most - drawn, "logprobs": 0,
             "min_tokens": max(0, params.min_new_tokens - drawn), "ignore_eos": params.ignore_eos,
             "stop": list(params.stop), "detokenize": bool(params.stop),
             "stop_token_ids": [] if params.ignore_eos else list(params.stop_token_ids),
@@ -60,11 +60,18 @@ class Call:
                 "cache_salt": f"version {version}"}
 
     def take(self, answer: Answer) -> None:
-        """Add what one call drew."""
+        """Add what one call drew.
+
+        Raises:
+            Failed: as many tokens as nobody asked for.
+        """
+        count, most = len(answer.ids), self._most - self.drawn
+        if answer.reason != "abort" and not 0 < count <= most:
+            raise Failed(f"{count} tokens that ended by {answer.reason!r}, where at most {most} were asked for")
         self.answers.append(answer)
         if answer.reason != "abort":
             self.reason = answer.reason
-        elif self.drawn >= min(self.request.sampling.max_new_tokens, self._room):
+        elif self.drawn >= self._most:
             self.reason = "length"
         elif self.ended:
             self.reason = "abort"

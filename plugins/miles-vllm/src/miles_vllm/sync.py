@@ -58,11 +58,11 @@ class FileSync:
     async def sync(self, trainer: Handle, engine: VllmEngine, version: int) -> dict[str, float]:
         """Figures: pause_s, tensors, bytes, load_s. Called again for the version that the engine has, it brings up
         servers that were started anew, from the files that are there."""
-        if not engine.stale(version):
+        catching_up = engine.version == version
+        if catching_up and not engine.stale(version):
             return {"tensors": 0, "bytes": 0}
         begin, folder = time.perf_counter(), self._folder / f"version-{version}"
         figures: dict[str, float] = {"tensors": 0, "bytes": 0}
-        catching_up = engine.version == version
         if not catching_up:
             await engine.pause(self._mode)
             figures["pause_s"] = time.perf_counter() - begin

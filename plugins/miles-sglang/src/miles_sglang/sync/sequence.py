@@ -43,6 +43,7 @@ class ServerSync:
     async def sync(self, trainer: Handle, engine: ServerEngine, version: int) -> dict[str, float]:
         servers = engine.stale(version)
         if not servers:
+            await engine.confirm([], version)  # where none lives now, whoever comes back lags behind
             return {"tensors": 0, "bytes": 0}
         begin = time.perf_counter()
         # Servers that lag behind the engine's own version were restarted: they have nothing under way, and the others
@@ -52,6 +53,7 @@ class ServerSync:
             await engine.pause(self._mode)
             servers = engine.stale(version)  # one that hung was found out by that, and ended: it catches up later
             if not servers:
+                await engine.confirm([], version)
                 await engine.resume()
                 return {"tensors": 0, "bytes": 0}
         targets = tuple(Target.of(server) for server in servers)
