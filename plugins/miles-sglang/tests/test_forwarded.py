@@ -127,7 +127,7 @@ def test_an_own_option_wins_over_an_argument_of_the_same_spelling():
     (["--no-sglang-enable-multimodal"], "only be switched on"),
     (["--sglang-forward-hooks", "[1"], "JSON"), (["--sglang-cuda-graph-config", "{"], "JSON"),
     (["--sglang-enable-ep-moe"], "--sglang-ep-size"),
-    (["--eval-sglang-mem-fraction-static", "0.5"], "engines of training"),
+    (["--eval-sglang-mem-fraction-static", "0.5"], "--eval-engine-addrs"),
 ])  # fmt: skip
 def test_what_is_wrong_says_what_to_write(argv, message):
     with pytest.raises(ConfigError) as caught:
