@@ -6,13 +6,14 @@ Whoever shards the module afterwards finds A and B beside W as `lora_A` and `lor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from miles_megatron import hf_config
 from miles_megatron.shards import tensor_files
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.errors import CheckpointError, ConfigError
@@ -72,6 +73,21 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
     with torch.no_grad():
         for name, one in own.items():
             one.copy_(stored[name])
+
+
+def inside(folder: Path) -> Callable[[str], str]:
+    """Name of a text model's weight in a folder's files -> that in transformers' module, by which PEFT knows its adapter.
+
+    They differ where the text model lies in one that sees, and a release called it otherwise.
+    """
+    config = hf_config.read(folder)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return str
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    text = whole.get_decoder()
+    outer = next(name for name, part in whole.named_modules() if part is text)
+    return lambda name: f"{outer}.{by_itself(name).removeprefix('model.')}"
 
 
 def has_adapters(folder: Path) -> bool:
