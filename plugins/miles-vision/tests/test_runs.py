@@ -183,7 +183,6 @@ def test_mistral_s_images_are_refused_with_a_server_which_would_not_keep_the_ids
     ({"perf__trainer": "megatron", "perf__weight_sync": "adapter"}, IMAGE, "model_type", "vision-setting"),
     ({"fsdp__context_parallel_size": 2}, IMAGE, None, "vision-setting"),
     ({"rollout__rollout_ignore_eos": True}, IMAGE, None, "vision-setting"),
-    ({"opd__opd_teacher_urls": ["http://localhost:1"]}, IMAGE, None, "vision-setting"),
     ({"rollout__engine": "vllm"}, IMAGE, None, "vision-setting"),
     ({"rollout__engine": "sglang"}, IMAGE, None, "vision-setting"),
     ({}, IMAGE, "image_token_id", "vision-model-without-images"),

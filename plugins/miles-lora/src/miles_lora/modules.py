@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from miles_core.errors import CheckpointError, ConfigError
 from miles_lora import peft
 from miles_lora.merging import Stream
-from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, by_itself, choice, last
+from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, by_itself, called_as, choice, last
 
 _NUMBERED = re.compile(r"\.\d+\.")
 """In the names of what belongs to one of several layers; the embedding and the output layer have no number."""
@@ -76,18 +76,15 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
 
 
 def inside(folder: Path) -> Callable[[str], str]:
-    """Name of a text model's weight in a folder's files -> that in transformers' module, by which PEFT knows its adapter.
+    """What a folder's files call a weight -> what transformers' module calls it, by which PEFT knows its adapter.
 
-    They differ where the text model lies in one that sees, and a release called it otherwise.
+    They differ where a text model lies in one that sees, and the release called it otherwise.
     """
     config = hf_config.read(folder)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return str
     with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config)
-    text = whole.get_decoder()
-    outer = next(name for name, part in whole.named_modules() if part is text)
-    return lambda name: f"{outer}.{by_itself(name).removeprefix('model.')}"
+        return called_as(AutoModelForImageTextToText.from_config(config).state_dict())
 
 
 def has_adapters(folder: Path) -> bool:

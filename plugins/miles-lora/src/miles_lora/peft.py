@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json
 from miles_core.record.publish import publish
-from miles_lora.targets import adapter_of, by_itself, names_of, of_expert
+from miles_lora.targets import adapter_of, called_as, names_of, of_expert
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -118,10 +118,10 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def tensors_for(folder: Path, weights: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same, as adapters of weights of these names, whose text model others may call otherwise; see INSIDE."""
-    own = {by_itself(name): name for name in weights}
+    called = called_as(weights)
     for name, tensor in tensors(folder):
         weight, half = adapter_of(name) or (name, "")
-        yield (names_of(own.get(by_itself(weight), weight))["AB".index(half)] if half else name), tensor
+        yield (names_of(called(weight))["AB".index(half)] if half else name), tensor
 
 
 def reader(files: Mapping[str, Path]) -> PlainReaders:

@@ -237,7 +237,6 @@ class Lora:
                      folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """The merged model, and beside it FOLDER-adapter, which PEFT reads."""
         from miles_lora.merging import saved
-
         from miles_lora.modules import inside
 
         base = Path(str(self.config.checkpoint.hf_checkpoint)).resolve()

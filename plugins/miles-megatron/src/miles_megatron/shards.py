@@ -145,7 +145,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or from the headers.
 
     Without an index, consolidated.safetensors counts where it is alone: Mistral's has the weights of the other files,
-    under other names. Of a tensor that several files have, that in model.safetensors counts, the one transformers reads.
+    under other names. Of a tensor that several files have, that in model.safetensors counts, which transformers reads.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():

@@ -24,8 +24,7 @@ def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selec
     """
     megatron, kind, engine = config.perf.trainer == "megatron", model_type(config), config.rollout.engine or "local"
     shared = config.options.get("fsdp", {}).get("context_parallel_size", 1)
-    teachers = ", ".join(config.options.get("opd", {}).get("opd_teacher_urls", ()))
-    backend = config.surface("server").get("attention_backend")
+    backend = config.surfaces.get("server", {}).get("attention_backend")
     before = itertools.takewhile(lambda one: one.manifest.name != "vision", plugins)
     earlier = [one.manifest.name for one in before if any(offer.hook == "build_model" for offer in one.manifest.offers)]
     elsewhere = engine not in ("local", "sglang") or (engine == "sglang" and kind in ("llama4", "mistral3"))
@@ -37,7 +36,6 @@ def check(config: RunConfig, keys: Mapping[str, object], plugins: Sequence[Selec
         ("perf.weight_sync", "adapter", megatron and config.perf.weight_sync == "adapter", "--trainer fsdp"),
         ("plugins", ", ".join(earlier), megatron and earlier, "name it after vision, which adds to what it changes"),
         ("fsdp.context_parallel_size", shared, shared != 1 and not megatron, "leave it out: samples stay on a rank"),
-        ("opd.opd_teacher_urls", teachers, teachers != "", "--opd-teacher-load: a teacher's server gets tokens alone"),
         ("rollout.rollout_ignore_eos", True, config.rollout.rollout_ignore_eos, "leave it out: an image's ends it too"),
         ("rollout.engine", f"{engine}, {kind}", elsewhere, "--engine local"),
         ("server.attention_backend", backend, engine == "sglang" and backend != "triton" and kind == "gemma3",

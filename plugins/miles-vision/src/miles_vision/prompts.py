@@ -32,7 +32,8 @@ class Preparation:
         self._processor = processor.load(str(config.checkpoint.hf_checkpoint))
         self._tokenizer = load_tokenizer(config)
         self._token = processor.placeholders(config_json(config)[1] or {})[0]
-        paths = {"train": config.rollout.prompt_data, **{f"eval/{one['name']}": one["path"] for one in config.eval.every}}
+        paths = {"train": config.rollout.prompt_data}
+        paths |= {f"eval/{dataset['name']}": dataset["path"] for dataset in config.eval.every}
         self._beside = {stream: Path(apart(str(path))[0]).resolve().parent for stream, path in paths.items() if path}
 
     def __call__(self, prompt: Prompt) -> Prompt | Drop:
