@@ -93,8 +93,9 @@ class Servers:
 
     def _url(self, sample: Sample) -> str:
         if images_of(sample.prompt, sample):
-            raise RewardError(f"{sample.name} has images, and a teacher's server is sent tokens alone", who="plugin opd",
-                              code="opd-images-unseen", fix="--opd-teacher-load: a teacher in the trainer sees them")
+            raise RewardError(f"{sample.name} has images, and a teacher's server is sent tokens alone",
+                              who="plugin opd", code="opd-images-unseen",
+                              fix="--opd-teacher-load: a teacher in the trainer sees them")
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
         if name not in self.urls:
             raise RewardError(f"{sample.name} names an unknown teacher", got=name, who="opd.opd_teacher_urls",
