@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from miles_megatron import hf_config
 from miles_megatron.shards import tensor_files
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.reading import parse_json
 from miles_lora import peft
 from miles_lora.merging import Stream
 from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, by_itself, called_as, choice, last
@@ -80,9 +81,10 @@ def inside(folder: Path) -> Callable[[str], str]:
 
     They differ where a text model lies in one that sees, and the release called it otherwise.
     """
-    config = hf_config.read(folder)
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    constants = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    if constants["model_type"] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return str
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         return called_as(AutoModelForImageTextToText.from_config(config).state_dict())
 
