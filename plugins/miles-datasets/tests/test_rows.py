@@ -223,6 +223,8 @@ def test_what_the_package_saved_is_read(read, tmp_path):
                                   for name, rows in (("train", ROWS), ("test", ROWS[:5]))})
     saved.save_to_disk(tmp_path / "both")
     saved["train"].save_to_disk(tmp_path / "one")
+    datasets.load_from_disk(tmp_path / "one").map(lambda row: row | {"q": "mapped"})  # which it keeps in there
+    assert len(list((tmp_path / "one").glob("*.arrow"))) == 2
     for path, rows in (("both", ROWS), ("both:test", ROWS[:5]), ("one", ROWS)):
         assert list(read(f"{tmp_path}/{path}")) == rows
 

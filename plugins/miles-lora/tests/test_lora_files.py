@@ -13,7 +13,7 @@ from miles_lora import peft
 from miles_lora.merging import Base, merged
 from miles_lora.plugin import Lora, LoraOptions
 from miles_lora.served import modules
-from miles_lora.targets import INSIDE, added, alone, choice, names_of, targets
+from miles_lora.targets import INSIDE, PEFT, added, alone, choice, names_of, targets
 from miles_megatron.specs import Rule, WeightMap
 from miles_megatron.testing.ranks import batches
 from miles_testing.forked import miles
@@ -284,17 +284,51 @@ def test_a_run_is_the_same_whether_weights_travel_merged_or_adapters_alone(tmp_p
     assert scores[-1] > scores[0] + 0.2
 
 
-def test_an_engine_alone_serves_the_adapters_that_it_is_given(checkpoint, adapter, merged):
-    """--debug-rollout-only: nobody trains, and the local engine reads the base and the PEFT directory."""
+@pytest.mark.parametrize(("kind", "outer"), [("dense", "model."), *(("sees", outer) for outer in INSIDE)])
+def test_an_engine_alone_serves_the_adapters_that_it_is_given(kind, outer, checkpoint, adapter, convert, tmp_path):
+    """--debug-rollout-only: nobody trains, and the local engine reads the base and the PEFT directory, whatever that
+    calls a text model inside of another."""
     from miles_local.weights import read_tensors
 
     from miles_core.config.tables import Debug
 
-    plugin = Lora(LoraOptions(lora_alpha=12.0, lora_adapter_path=str(adapter())),
-                  RunConfig(debug=Debug(debug_rollout_only=True)))
-    found = dict(plugin.import_weights(read_tensors(checkpoint())))
-    expected = load_file(merged() / "model.safetensors")
+    base = checkpoint(kind)
+    given = {f"{PEFT}{outer}{name[name.index('layers.'):]}": one
+             for name, one in peft.tensors(adapter(kind, ("o_proj",)))}
+    peft.write(tmp_path / "adapter", peft.Shape(4, 12), given, str(base))
+    convert("merge-lora", base, tmp_path / "merged", "--lora-adapter-path", tmp_path / "adapter")
+    plugin = Lora(LoraOptions(lora_alpha=12.0, lora_adapter_path=str(tmp_path / "adapter")),
+                  RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(base)), debug=Debug(debug_rollout_only=True)))
+    found = dict(plugin.import_weights(read_tensors(base)))
+    expected = load_file(tmp_path / "merged" / "model.safetensors")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*(is_gradient_checkpointing|missing adapter keys)")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_peft_loads_what_is_saved_of_a_model_that_sees_whatever_its_release_calls_the_text_model(kind, monkeypatch,
+                                                                                               tmp_path):
+    """Where a name is none of the module's, PEFT warns and computes without the adapter."""
+    import peft as lib
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+             "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 16}
+    seeing = {"depth": 1, "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+              "num_attention_heads": 1, "out_hidden_size": 8, "patch_size": 4}
+    folder, out = tmp_path / "base", tmp_path / "out"
+    AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, text_config=sizes, vision_config=seeing)
+                                            ).save_pretrained(folder)
+    (name, weight), = [one for one in load_file(folder / "model.safetensors").items()
+                       if one[0].endswith("self_attn.o_proj.weight")]
+    first, second = torch.randn(2, 8), torch.randn(8, 2)
+    plugin = Lora(LoraOptions(lora_rank=2), RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(folder))))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    list(plugin.save_weights(iter([*zip(names_of(name), (first, second), strict=True), (name, weight)]), out))
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    adapted = lib.PeftModel.from_pretrained(base, tmp_path / "out-adapter").merge_and_unload()
+    merged = adapted.model.language_model.layers[0].self_attn.o_proj.weight
+    assert torch.allclose(merged, weight + 8 * second @ first, atol=1e-5)
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])

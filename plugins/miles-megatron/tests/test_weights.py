@@ -175,6 +175,19 @@ def test_one_file_beside_the_same_weights_under_other_names(tmp_path):
     assert shards.tensor_files(tmp_path) == {"model.norm.weight": tmp_path / "model.safetensors"}
 
 
+def test_what_another_file_has_of_the_same_name_does_not_count(tmp_path):
+    """For trainer and engine alike; transformers reads model.safetensors alone."""
+    from miles_local.weights import read_tensors
+    from miles_megatron import shards
+    from safetensors.torch import save_file
+
+    for name in ("a.safetensors", "model.safetensors", "model_old.safetensors"):
+        save_file({"norm.weight": torch.full((4,), float(name == "model.safetensors")), name: torch.ones(1)},
+                  tmp_path / name)
+    assert shards.tensor_files(tmp_path)["norm.weight"] == tmp_path / "model.safetensors"
+    assert len(shards.tensor_files(tmp_path)) == 4 and dict(read_tensors(tmp_path))["norm.weight"].all()
+
+
 def test_a_tied_head_written_out_is_ignored(hf_model, port, weights, tmp_path):
     hf = hf_model(tied=True)
     ours, weight_map = port(hf)

@@ -165,6 +165,17 @@ def test_a_samples_metadata_names_its_teacher(served):
         ask(urls, sample(opd_teacher="poetry"))
 
 
+def test_an_answer_about_images_is_not_scored_without_them(served):
+    """A row's own column of that name holds none."""
+    made, urls = sample(image_files=["0" * 64]), [served()]
+    for question in (lambda: ask(urls, made), lambda: servers(urls).score_tokens(made, np.zeros((3, 1), np.int32))):
+        with pytest.raises(RewardError) as caught:
+            question()
+        assert caught.value.code == "opd-images-unseen" and made.name in str(caught.value)
+    for names in ([], ["a.png"]):
+        assert len(ask(urls, sample(image_files=names))["teacher_log_probs"]) == 3
+
+
 def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(served):
     assert len(ask([served(503, 500)], sample())["teacher_log_probs"]) == 3
     with pytest.raises(RewardError, match="no answer.*422.*busy"):

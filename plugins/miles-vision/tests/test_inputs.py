@@ -32,12 +32,12 @@ FILES = {"red": picture((255, 0, 0)), "blue": picture((0, 0, 255)), "wide": pict
 @pytest.fixture
 def vision(checkpoint, tmp_path):
     """kind -> the plugin of a run; both roles in one, as this is about what they compute."""
-    def made(kind, templated=True, engine="local", most=None, eval_most=None, **options):
+    def made(kind, templated=True, engine="local", most=None, eval_most=None, evaluated=(), **options):
         config = with_values(
             RunConfig(), "test", checkpoint__hf_checkpoint=str(checkpoint(kind)), checkpoint__run_dir=str(tmp_path),
             rollout__apply_chat_template=templated, rollout__rollout_max_context_len=200, rollout__engine=engine,
             rollout__prompt_data=str(tmp_path / "train.jsonl"), rollout__rollout_max_prompt_len=most,
-            eval__eval_max_prompt_len=eval_most)
+            eval__eval_max_prompt_len=eval_most, eval__eval_prompt_data=list(evaluated))
         return Vision(VisionOptions(**{"multimodal_keys": {"image": "pictures"}} | options), config)
 
     return made
@@ -164,6 +164,19 @@ def test_an_image_is_the_same_in_every_form_and_under_any_key(vision, tmp_path):
             Prompt(0, 0, "", (1,), metadata={key: [form]}, messages=messages)) for form in forms]
         assert all(isinstance(one, Prompt) and one.metadata == seen[0].metadata for one in seen), seen
         assert {one.token_ids.count(261) for one in seen} == {10}
+
+
+def test_a_path_is_that_of_a_file_beside_the_prompts_that_name_it(vision, tmp_path):
+    """Rows of evaluation call an image as rows of training do, and have others."""
+    for folder, name in ((tmp_path, "red"), (tmp_path / "held", "wide")):
+        folder.mkdir(exist_ok=True)
+        (folder / "0.png").write_bytes(FILES[name])
+    (tmp_path / "1.png").write_bytes(FILES["red"])
+    plugin = vision("qwen2_5_vl", evaluated=("held", str(tmp_path / "held" / "test.jsonl@[:4]")))
+    trained, held = (plugin.prepare_prompt(asked(["0.png"], stream=stream)) for stream in ("train", "eval/held"))
+    assert [one.token_ids.count(261) for one in (trained, held)] == [6, 10]
+    missing = plugin.prepare_prompt(asked(["1.png"], stream="eval/held"))
+    assert isinstance(missing, Drop) and missing.reason == "image_missing"
 
 
 @pytest.mark.parametrize(("images", "text", "options", "reason"), [

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.errors import DataError
-from miles_core.reading import field_of, format_of, sliced
+from miles_core.reading import field_of, format_of, parse_json, sliced
 from miles_datasets import in_order
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class Source:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():  # save_to_disk's
             saved = {path.parent.name: path.parent for path in folder.glob("*/state.json")} or {"train": folder}
             split = _split(words[-1] if words else None, list(saved), self.name)
-            return sorted(map(str, saved[split].glob("*.arrow")))
+            state = parse_json((saved[split] / "state.json").read_text(encoding="utf-8"))
+            return [str(saved[split] / one["filename"]) for one in state["_data_files"]]  # not what map() leaves there
         builder, split = self._of_name
         return [str(file) for file in builder.config.data_files[split]]
 

@@ -355,7 +355,8 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         with reading(str(index), CheckpointError):
             return [folder / name for name in sorted(set(parse_json(index.read_bytes())["weight_map"].values()))]
-    if files := sorted(folder.glob("*.safetensors")):
+    # Of what several files have the last counts, which is to be that in the one that transformers reads.
+    if files := sorted(folder.glob("*.safetensors"), key=lambda file: (file.name == "model.safetensors", file.name)):
         return [file for file in files if not file.name.startswith("consolidated")] or files
     raise CheckpointError("no safetensors files found", code="safetensors-not-found", who=str(folder),
                           fix="use a checkpoint with weights, or random_init=True")

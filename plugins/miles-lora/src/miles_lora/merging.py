@@ -67,7 +67,7 @@ def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str, called: Ca
     """The merged model; its end leaves FOLDER-adapter beside it, which PEFT reads.
 
     Args:
-        called: name of a weight -> what the files of the base call it, by which PEFT knows its adapter.
+        called: name of a weight -> what the base's module calls it, by which PEFT knows its adapter.
         packed: adapters by themselves -> as files have them.
     """
     adapters: dict[str, torch.Tensor] = {}

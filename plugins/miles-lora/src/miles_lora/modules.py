@@ -6,19 +6,21 @@ Whoever shards the module afterwards finds A and B beside W as `lora_A` and `lor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from miles_megatron.shards import tensor_files
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.reading import parse_json
 from miles_lora import peft
 from miles_lora.merging import Stream
-from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, by_itself, choice, last
+from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, by_itself, called_as, choice, last
 
 _NUMBERED = re.compile(r"\.\d+\.")
 """In the names of what belongs to one of several layers; the embedding and the output layer have no number."""
@@ -72,6 +74,19 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
     with torch.no_grad():
         for name, one in own.items():
             one.copy_(stored[name])
+
+
+def inside(folder: Path) -> Callable[[str], str]:
+    """What a folder's files call a weight -> what transformers' module calls it, by which PEFT knows its adapter.
+
+    They differ where a text model lies in one that sees, and the release called it otherwise.
+    """
+    constants = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    if constants["model_type"] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return str
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return called_as(AutoModelForImageTextToText.from_config(config).state_dict())
 
 
 def has_adapters(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json
 from miles_core.record.publish import publish
-from miles_lora.targets import adapter_of, of_expert
+from miles_lora.targets import adapter_of, called_as, names_of, of_expert
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -114,6 +114,14 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with reader(tensor_files(folder)) as read_from:
         for name in read_from.places:
             yield name, read_from.tensor(name)
+
+
+def tensors_for(folder: Path, weights: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, as adapters of weights of these names, whose text model others may call otherwise; see INSIDE."""
+    called = called_as(weights)
+    for name, tensor in tensors(folder):
+        weight, half = adapter_of(name) or (name, "")
+        yield (names_of(called(weight))["AB".index(half)] if half else name), tensor
 
 
 def reader(files: Mapping[str, Path]) -> PlainReaders:

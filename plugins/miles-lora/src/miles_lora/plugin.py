@@ -224,9 +224,12 @@ class Lora:
             return stream
         self._base = self._base or Base(self._shape().scale)
         if self._given:
+            from miles_megatron.shards import tensor_files
+
             from miles_lora import peft
 
-            stream = itertools.chain(peft.tensors(Path(str(self.options.lora_adapter_path))), stream)
+            weights = tensor_files(Path(str(self.config.checkpoint.hf_checkpoint)))
+            stream = itertools.chain(peft.tensors_for(Path(str(self.options.lora_adapter_path)), weights), stream)
         return self._base.taken(stream)
 
     @hookimpl
@@ -234,10 +237,12 @@ class Lora:
                      folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """The merged model, and beside it FOLDER-adapter, which PEFT reads."""
         from miles_lora.merging import saved
+        from miles_lora.modules import inside
 
-        base = str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve())
-        return self._disk(saved(self._plain(stream), self._shape(), folder, base, self._called,
-                                self._packed))
+        base = Path(str(self.config.checkpoint.hf_checkpoint)).resolve()
+        called = inside(base)
+        return self._disk(saved(self._plain(stream), self._shape(), folder, str(base),
+                                lambda name: called(self._called(name)), self._packed))
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:

@@ -7,7 +7,7 @@ its own, because that is what PEFT and SGLang know.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,6 +222,12 @@ def adapter_of(name: str) -> tuple[str, str] | None:
 def by_itself(name: str) -> str:
     """What a tensor of a text model is called where that lies in no other."""
     return next((f"model.{name.removeprefix(outer)}" for outer in INSIDE if name.startswith(outer)), name)
+
+
+def called_as(names: Iterable[str]) -> Callable[[str], str]:
+    """Whatever a text model's weight is called -> which of these names it has; others stay as they are."""
+    own = {by_itself(name): name for name in names}
+    return lambda name: own.get(by_itself(name), name)
 
 
 def names_of(weight: str) -> tuple[str, str]:

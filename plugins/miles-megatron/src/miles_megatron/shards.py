@@ -145,7 +145,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or from the headers.
 
     Without an index, consolidated.safetensors counts where it is alone: Mistral's has the weights of the other files,
-    under other names.
+    under other names. Of a tensor that several files have, that in model.safetensors counts, which transformers reads.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -158,7 +158,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError("files that the index names are missing", got=few(absent), who=str(folder),
                                   fix="fetch the checkpoint again", code="tensor-files-missing")
         return where
-    present = sorted(folder.glob("*.safetensors"))
+    present = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name == "model.safetensors", file.name))
     files = [file for file in present if not file.name.startswith("consolidated")] or present
     if not files:
         raise CheckpointError("no .safetensors files found", code="safetensors-missing", who=str(folder),

@@ -24,6 +24,7 @@ import numpy as np
 
 from miles_core.errors import ConfigError, RewardError
 from miles_core.hosts import in_daemon_thread
+from miles_core.types import images_of
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
@@ -91,6 +92,10 @@ class Servers:
         return log_probs
 
     def _url(self, sample: Sample) -> str:
+        if images_of(sample.prompt, sample):
+            raise RewardError(f"{sample.name} has images, and a teacher's server is sent tokens alone",
+                              who="plugin opd", code="opd-images-unseen",
+                              fix="--opd-teacher-load: a teacher in the trainer sees them")
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
         if name not in self.urls:
             raise RewardError(f"{sample.name} names an unknown teacher", got=name, who="opd.opd_teacher_urls",

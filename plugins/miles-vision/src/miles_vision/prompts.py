@@ -32,9 +32,9 @@ class Preparation:
         self._processor = processor.load(str(config.checkpoint.hf_checkpoint))
         self._tokenizer = load_tokenizer(config)
         self._token = processor.placeholders(config_json(config)[1] or {})[0]
-        paths = [config.rollout.prompt_data, *(dataset["path"] for dataset in config.eval.every)]
-        beside = [Path(apart(str(path))[0]).resolve().parent for path in paths if path]
-        self._folders = list(dict.fromkeys([Path.cwd(), *beside]))
+        paths = {"train": config.rollout.prompt_data}
+        paths |= {f"eval/{dataset['name']}": dataset["path"] for dataset in config.eval.every}
+        self._beside = {stream: Path(apart(str(path))[0]).resolve().parent for stream, path in paths.items() if path}
 
     def __call__(self, prompt: Prompt) -> Prompt | Drop:
         """
@@ -49,7 +49,8 @@ class Preparation:
                             who=where, fix="put the answer into a key of its own, and name it with --label-key or "
                             "--sft.sft-response-key")
         try:
-            files = [read(source, self._folders, self._most) for source in sources(prompt.metadata.get(self._key))]
+            folders = list(dict.fromkeys([Path.cwd(), self._beside.get(prompt.stream, Path.cwd())]))
+            files = [read(source, folders, self._most) for source in sources(prompt.metadata.get(self._key))]
         except ImageUnusable as error:
             return Drop(error.reason, f"{where}: {error.detail}")
         shown = self._shown(replace(prompt, text=self._text(prompt, where)), files, where)
