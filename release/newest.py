@@ -26,9 +26,9 @@ from packaging.version import Version
 from release import ROOT, distributions
 
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
-LEFT_OUT = ("server", "gpu", "new", "all")
-"""Extras that are not installed: SGLang's stack and Transformer Engine need CUDA; the others name what `dev` and the
-plugins have anyway."""
+LEFT_OUT = ("server", "gpu", "liger", "new", "all")
+"""Extras that are not installed: SGLang's stack, Transformer Engine and Liger's kernels need CUDA; the others name what
+`dev` and the plugins have anyway."""
 
 
 @dataclass(frozen=True)
