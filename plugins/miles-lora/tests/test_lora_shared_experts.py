@@ -185,8 +185,9 @@ def test_the_local_engine_takes_adapters_alone(checkpoint, adapter):
 
     path = adapter("moe", shared=True)
     options = LoraOptions(lora_alpha=12.0, lora_adapter_path=str(path), experts_shared_outer_loras=True)
-    config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(checkpoint("moe"))), debug=Debug(debug_rollout_only=True))
-    found = dict(Lora(options, config).import_weights(read_tensors(checkpoint("moe"))))
+    base = checkpoint("moe")
+    config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(base)), debug=Debug(debug_rollout_only=True))
+    found = dict(Lora(options, config).import_weights(read_tensors(base)))
     expected = by_hand(checkpoint("moe"), adapters_of(path))
     assert found.keys() == expected.keys()
     assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items())
