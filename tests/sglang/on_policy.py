@@ -91,12 +91,12 @@ def turned() -> dict[str, float]:
     rotation back of a gradient is from what autograd makes of the rope."""
     q, k, cos, sin = (torch.randn(1, 5, *heads, 16).half() for heads in ((HEADS - 1,), (SHARED,), (), ()))
     q, k, cos, sin = q.transpose(1, 2), k.transpose(1, 2), cos[..., :8].repeat(1, 1, 2), sin[..., :8].repeat(1, 1, 2)
-    pairs = zip(turn(q[0], k[0], cos[0], sin[0]), apply_rotary_pos_emb(q, k, cos, sin), strict=True)
-    differ = sum(int((ours != theirs[0]).sum()) for ours, theirs in pairs)
+    pairs = zip(turn(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True)
+    differ = sum(int((ours != theirs).sum()) for ours, theirs in pairs)
     leaves = [one.float().requires_grad_() for one in (q, k)]
     gradients = torch.autograd.grad(apply_rotary_pos_emb(*leaves, cos.float(), sin.float()), leaves, (q, k))
-    back = turn(q[0], k[0], cos[0], -sin[0])
-    away = max(float((one - other[0]).abs().max()) for one, other in zip(back, gradients, strict=True))
+    back = turn(q, k, cos, -sin)
+    away = max(float((one - other).abs().max()) for one, other in zip(back, gradients, strict=True))
     return {"differ": differ, "gradient": away}
 
 

@@ -65,12 +65,16 @@ def _gated(module: torch.nn.Module) -> Callable[[Any], Rows] | None:
         def gated(rows: torch.Tensor) -> torch.Tensor:
             if of.act_fn is not activation:  # somebody has put another in its place since
                 return cast("torch.Tensor", plain(rows))
-            function = ligers() if rows.is_cuda else None
-            return cast("torch.Tensor", of.down_proj((function or Gated).apply(of.gate_proj(rows), of.up_proj(rows))))
+            return feed_forward(of, (ligers() if rows.is_cuda else None) or Gated, rows)
 
         return gated
 
     return made
+
+
+def feed_forward(module: Any, function: Any, rows: torch.Tensor) -> torch.Tensor:
+    """A gated layer, whose activation is `Gated` or another function in its place."""
+    return cast("torch.Tensor", module.down_proj(function.apply(module.gate_proj(rows), module.up_proj(rows))))
 
 
 def _agree(module: torch.nn.Module, forward: Callable[[Any], Rows]) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from miles_core.errors import ConfigError
 from miles_fsdp.attention import Boundaries, flash
-from miles_fsdp.lean import GATED, Gated
+from miles_fsdp.lean import GATED, Gated, feed_forward
 from miles_fsdp.on_policy import KINDS
 
 
@@ -32,7 +32,7 @@ def begin(device: torch.device) -> None:
                           got=f"a trainer on {device.type}, SGLang {'' if find_spec('sglang') else 'not '}installed",
                           who="--trainer fsdp", code="fsdp-true-on-policy-kernels",
                           fix="GPUs, and SGLang in the trainer's Python; on CPUs leave --trainer and --engine out")
-    from miles_sglang.server_extension.on_policy.miles_kernels import product
+    from miles_sglang.server_extension.on_policy.miles_kernels import product, rope
     from sglang.srt.batch_invariant_ops import batch_invariant_ops
 
     batch_invariant_ops.enable_batch_invariant_mode(enable_bmm=False)  # as miles_on_policy.py, which says why
@@ -40,7 +40,7 @@ def begin(device: torch.device) -> None:
     theirs._matmul_persistent_triton = functools.partial(product, theirs._matmul_persistent_triton)
     for kind in KINDS:
         module: Any = import_module(f"transformers.models.{kind}.modeling_{kind}")
-        module.apply_rotary_pos_emb = functools.partial(rope, module.apply_rotary_pos_emb)
+        module.apply_rotary_pos_emb = functools.partial(rope, cast("Any", Rope).apply, module.apply_rotary_pos_emb)
 
 
 def prepare(model: torch.nn.Module, device: torch.device) -> None:
@@ -101,37 +101,28 @@ class Rope(torch.autograd.Function):
     """A rotary embedding in one kernel. Its gradient is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor,
-                                                                                                         ...]:
-        """q, k of [1, heads, T, D], cos, sin of [1, T, D]."""
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        """See miles_kernels.turn."""
         from miles_sglang.server_extension.on_policy.miles_kernels import turn
 
         ctx.save_for_backward(cos, sin)
-        return tuple(one[None] for one in turn(q[0], k[0], cos[0], sin[0]))
+        return turn(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from miles_sglang.server_extension.on_policy.miles_kernels import turn
 
-        cos, sin = ctx.saved_tensors
-        return *(one[None] for one in turn(gradients[0][0], gradients[1][0], cos[0], -sin[0])), None, None
-
-
-def rope(original: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-         *rest: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' apply_rotary_pos_emb."""
-    from miles_sglang.server_extension.on_policy.miles_kernels import turns
-
-    if rest or more or not turns(q, k, cos, sin):
-        return cast("tuple[torch.Tensor, torch.Tensor]", original(q, k, cos, sin, *rest, **more))
-    return cast("tuple[torch.Tensor, torch.Tensor]", cast("Any", Rope).apply(q, k, cos, sin))
+        (cos, sin), (for_q, for_k) = ctx.saved_tensors, gradients
+        return *turn(for_q, for_k, cos, -sin), None, None
 
 
 class Activation(Gated):
-    """silu(gate) up in one kernel."""
+    """silu(gate) up, on a GPU in one kernel."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if not gate.is_cuda:
+            return Gated.forward(ctx, gate, up)
         from miles_sglang.server_extension.on_policy.miles_kernels import gated
 
         ctx.save_for_backward(gate, up)
@@ -142,13 +133,7 @@ def activations(model: torch.nn.Module) -> None:
     """Have a model's gated layers computed with their activation in one kernel."""
     for module in model.modules():
         if {name for name, _ in module.named_children()} == GATED and cast("Any", module).config.hidden_act == "silu":
-            cast("Any", module).forward = functools.partial(_feed_forward, module)
-
-
-def _feed_forward(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    gate, up = module.gate_proj(rows), module.up_proj(rows)
-    kernel = Activation if rows.is_cuda else Gated
-    return cast("torch.Tensor", module.down_proj(cast("Any", kernel).apply(gate, up)))
+            cast("Any", module).forward = functools.partial(feed_forward, module, Activation)
 
 
 class PrefillAttention(torch.autograd.Function):

@@ -60,23 +60,28 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, sizes:
     return out
 
 
-def turns(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether `turn` can: bfloat16 of one packed batch on a GPU, whole heads whose size is a power of two."""
-    alike = all(one.dtype == torch.bfloat16 and one.is_cuda for one in (q, k, cos, sin))
-    size = q.shape[-1]
-    return alike and len(q) == 1 and size == cos.shape[-1] and not size & (size - 1)
+def rope(rotate: Any, original: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+         *rest: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' apply_rotary_pos_emb, by `rotate` where it can: `turn`, or what has a gradient, too.
+
+    It can with bfloat16 of one packed batch on a GPU, and whole heads whose size is a power of two.
+    """
+    alike, size = all(one.dtype == torch.bfloat16 and one.is_cuda for one in (q, k, cos, sin)), q.shape[-1]
+    if rest or more or not alike or len(q) != 1 or size != cos.shape[-1] or size & (size - 1):
+        return original(q, k, cos, sin, *rest, **more)
+    return rotate(q, k, cos, sin)
 
 
 def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x cos + rotate_half(x) sin, each operation rounded: q, k of [heads, T, D], cos and sin of [T, D]."""
-    q, k, cos, sin = (one if one.stride(-1) == 1 else one.contiguous() for one in (q, k, cos, sin))
+    """x cos + rotate_half(x) sin, each operation rounded: q, k of [1, heads, T, D], cos and sin of [1, T, D]."""
+    q, k, cos, sin = (one[0] if one.stride(-1) == 1 else one[0].contiguous() for one in (q, k, cos, sin))
     length, size = cos.shape
-    turned = [x.new_empty(length, len(x), size) for x in (q, k)]
+    turned = [x.new_empty(1, length, len(x), size) for x in (q, k)]
     _turn[(length,)](q, k, cos, sin, *turned, *q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0),
                      Q_HEADS=len(q), K_HEADS=len(k), HALF=size // 2, Q_BLOCK=triton.next_power_of_2(len(q)),
                      K_BLOCK=triton.next_power_of_2(len(k)), num_warps=4,
                      enable_fp_fusion=False)  # a fused product would not be rounded
-    return turned[0].transpose(0, 1), turned[1].transpose(0, 1)
+    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
 @triton.jit

@@ -14,11 +14,12 @@ SGLang finds the entry point in the folder beside this file, which is on a serve
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 from miles_attention import decode, prefill
-from miles_kernels import gated, product, turn, turns
+from miles_kernels import gated, product, rope, turn
 
 
 def register() -> None:
@@ -36,7 +37,8 @@ def register() -> None:
     HookRegistry.register(products, product, HookType.AROUND)
     for kind in ("llama", "qwen2", "qwen3"):
         module = f"transformers.models.{kind}.modeling_{kind}"
-        HookRegistry.register(f"{module}.apply_rotary_pos_emb", rope, HookType.AROUND)
+        HookRegistry.register(f"{module}.apply_rotary_pos_emb", functools.partial(rope, turn),
+                              HookType.AROUND)
         HookRegistry.register(f"{module}.{kind.title()}MLP.forward", feed_forward, HookType.AROUND)
 
 
@@ -57,15 +59,6 @@ def forward_decode(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
     return decode(q, pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id), metadata.kv_indptr,
                   metadata.kv_indices, backend.max_context_len, layer.scaling).flatten(1)
-
-
-def rope(original: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-         *rest: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' apply_rotary_pos_emb: q, k of [1, heads, T, D], cos, sin of [1, T, D]."""
-    if rest or more or not turns(q, k, cos, sin):
-        return original(q, k, cos, sin, *rest, **more)
-    q, k = turn(q[0], k[0], cos[0], sin[0])
-    return q[None], k[None]
 
 
 def feed_forward(original: Any, module: Any, rows: torch.Tensor) -> torch.Tensor:
