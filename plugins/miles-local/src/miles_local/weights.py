@@ -346,7 +346,7 @@ class Weights:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that the index names, or all but Mistral's consolidated.safetensors: the same weights under other names.
+    """Those that the index names, or all that count without one.
 
     Raises:
         CheckpointError: no such files, or an index that cannot be read.
@@ -355,11 +355,20 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         with reading(str(index), CheckpointError):
             return [folder / name for name in sorted(set(parse_json(index.read_bytes())["weight_map"].values()))]
-    # Of what several files have the last counts, which is to be that in the one that transformers reads.
-    if files := sorted(folder.glob("*.safetensors"), key=lambda file: (file.name == "model.safetensors", file.name)):
-        return [file for file in files if not file.name.startswith("consolidated")] or files
+    if files := unindexed(folder):
+        return files
     raise CheckpointError("no safetensors files found", code="safetensors-not-found", who=str(folder),
                           fix="use a checkpoint with weights, or random_init=True")
+
+
+def unindexed(folder: Path) -> list[Path]:
+    """The files that count in a folder without an index; of a tensor that several have, that in the last one.
+
+    That is model.safetensors, which transformers reads. Mistral's consolidated.safetensors counts where it is alone: it
+    has the weights of the other files, under other names.
+    """
+    files = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name == "model.safetensors", file.name))
+    return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:

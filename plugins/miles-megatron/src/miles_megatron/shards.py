@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from miles_local.weights import unindexed
 
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json
@@ -142,11 +143,7 @@ def write_index(target: Path, shards: Sequence[Iterable[str]], total: int) -> No
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or from the headers.
-
-    Without an index, consolidated.safetensors counts where it is alone: Mistral's has the weights of the other files,
-    under other names. Of a tensor that several files have, that in model.safetensors counts, which transformers reads.
-    """
+    """Tensor name -> file, from the index or from the headers; see `unindexed`."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -158,9 +155,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError("files that the index names are missing", got=few(absent), who=str(folder),
                                   fix="fetch the checkpoint again", code="tensor-files-missing")
         return where
-    present = sorted(folder.glob("*.safetensors"), key=lambda file: (file.name == "model.safetensors", file.name))
-    files = [file for file in present if not file.name.startswith("consolidated")] or present
-    if not files:
+    if not (files := unindexed(folder)):
         raise CheckpointError("no .safetensors files found", code="safetensors-missing", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",
                               fix="give a Hugging Face directory with weights in safetensors")
