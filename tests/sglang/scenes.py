@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,8 +41,15 @@ def mark(**environment: str) -> None:
     os.environ.update(environment)
 
 
-def marked(name: str, value: str) -> list[str]:
-    """Command lines of the processes that are marked so."""
+def left_behind(name: str, value: str, seconds: float = 10) -> list[str]:
+    """Command lines of the processes that are marked so, and have not ended by then."""
+    until = time.monotonic() + seconds
+    while (running := _marked(name, value)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return running
+
+
+def _marked(name: str, value: str) -> list[str]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -22,7 +22,7 @@ import pytest
 from miles_testing import kill_resume
 from miles_testing.forked import miles
 from proxy import Proxy
-from scenes import mark, marked
+from scenes import left_behind, mark
 from test_conformance import reference
 
 from miles_core.record.events import read
@@ -144,10 +144,7 @@ def test_a_fault_of_real_servers(config, run_file, models, tiny, tmp_path, reque
             problems.append(f"seen after {seconds:.1f} s")
         if not re.search(".*".join(map(re.escape, fault.words.split(" ... "))), said, re.DOTALL):
             problems.append(f"{fault.words!r} is not in {said!r}")
-        until = time.monotonic() + 10
-        while (left := marked("MILES_TEST_RUN", tag)) and time.monotonic() < until:
-            time.sleep(0.2)
-        problems += [f"a process is left: {line}" for line in left]
+        problems += [f"a process is left: {line}" for line in left_behind("MILES_TEST_RUN", tag)]
         problems += [f"left behind: {path}" for path in kill_resume.leftovers(tmp_path / "run")]
         return Cell(name, mode, seconds, shown(said), fault.end, count, taints, problems)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from miles_testing.forked import miles
-from scenes import mark, marked
+from scenes import left_behind, mark
 
 from miles_core.record.events import read
 
@@ -33,10 +32,7 @@ def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flag
                      *launcher, "--sglang-max-total-tokens", "4096", *flags],
                     tmp_path, timeout=500, before=partial(mark, MILES_TEST_RUN=tag, PATH=path))  # fmt: skip
     assert outcome.code == 0, outcome.err
-    until = time.monotonic() + 10
-    while (left := marked("MILES_TEST_RUN", tag)) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert not left
+    assert not left_behind("MILES_TEST_RUN", tag)
 
     events = list(read(tmp_path / "run/events.jsonl"))
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
@@ -60,10 +56,7 @@ def test_a_server_of_their_own_samples_evaluations(config, run_file, tiny, tmp_p
                      "--eval-prompt-data", "sums", tiny / "eval.jsonl", "--eval-temperature", "0"],
                     tmp_path, timeout=500, before=partial(mark, MILES_TEST_RUN=tag))  # fmt: skip
     assert outcome.code == 0, outcome.err
-    until = time.monotonic() + 10
-    while (left := marked("MILES_TEST_RUN", tag)) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert not left
+    assert not left_behind("MILES_TEST_RUN", tag)
 
     events = list(read(tmp_path / "run/events.jsonl"))
     assert [event["version"] for event in events if event["event"] == "eval_weights"] == [1, 2, 3, 4]
