@@ -77,7 +77,8 @@ def _folder(name: str) -> Path:
     for folder in (Path(name), Path("recipes", name)):
         if (folder / RUN_FILE).is_file():
             return folder
-    here = f"name one of recipes/: {', '.join(_recipes())}" if _recipes() else "change to the repository's root"
+    names = _recipes()
+    here = f"name one of recipes/: {', '.join(names)}" if names else "change to the repository's root"
     raise ConfigError("there is no such recipe", code="recipe-unknown", got=name, who="miles reproduce",
                       fix=f"{here}; or give a folder with {RUN_FILE}")
 

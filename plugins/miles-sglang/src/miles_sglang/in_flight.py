@@ -159,9 +159,9 @@ class InFlightRequest:
         length = last.counts.get("prompt_tokens", self._length)
         if last.reason != "abort" and not 0 < count <= self._room:
             raise Failed(f"{count} tokens that ended by {last.reason!r}, where at most {self._room} were asked for")
-        if count and length != self._length and not self.request.images:
-            raise Failed(f"an answer to {length} tokens of input, and not to all {self._length}")
         if count and length != self._length:
+            if not self.request.images:
+                raise Failed(f"an answer to {length} tokens of input, and not to all {self._length}")
             raise EngineError("SGLang expands the images of a request to another number of tokens than the trainer has",
                               got=f"{length} tokens of input, not {self._length}",
                               who=f"request {self.request.id}", code="sglang-image-tokens",

@@ -34,7 +34,8 @@ class Preparation:
         self._token = processor.placeholders(config_json(config)[1] or {})[0]
         paths = {"train": config.rollout.prompt_data}
         paths |= {f"eval/{dataset['name']}": dataset["path"] for dataset in config.eval.every}
-        self._beside = {stream: Path(apart(str(path))[0]).resolve().parent for stream, path in paths.items() if path}
+        self._folders = {stream: list(dict.fromkeys([Path.cwd(), Path(apart(str(path))[0]).resolve().parent]))
+                         for stream, path in paths.items() if path}
 
     def __call__(self, prompt: Prompt) -> Prompt | Drop:
         """
@@ -49,7 +50,7 @@ class Preparation:
                             who=where, fix="put the answer into a key of its own, and name it with --label-key or "
                             "--sft.sft-response-key")
         try:
-            folders = list(dict.fromkeys([Path.cwd(), self._beside.get(prompt.stream, Path.cwd())]))
+            folders = self._folders.get(prompt.stream, [Path.cwd()])
             files = [read(source, folders, self._most) for source in sources(prompt.metadata.get(self._key))]
         except ImageUnusable as error:
             return Drop(error.reason, f"{where}: {error.detail}")
