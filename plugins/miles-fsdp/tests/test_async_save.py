@@ -56,6 +56,27 @@ def begins_before_it_is_copied(folder: Path, begin: str) -> None:
     made.close()
 
 
+def stagers_forget(folder: Path) -> None:
+    """What torch 2.11 does when a stager has copied."""
+    from miles_fsdp import async_save, checkpoint
+    from torch.distributed.checkpoint.staging import DefaultStager
+
+    stage = DefaultStager._stage
+
+    def once(stager, *state):
+        copies = stage(stager, *state)
+        stager._state_dict_stager.close()
+        return copies
+
+    DefaultStager._stage, async_save.ONCE = once, True
+    made = trainer(folder)
+    for iteration in (1, 2, 3):
+        made.save(folder / "saved", iteration, {})
+        made.saved()
+    assert checkpoint.latest(str(folder / "saved")) == 3
+    made.close()
+
+
 def fails(folder: Path, where: str) -> None:
     """The trainer's next call says so, and what was saved before stays."""
     from miles_fsdp import checkpoint
@@ -98,6 +119,10 @@ def ends(folder: Path) -> None:
 @pytest.mark.parametrize("begin", ["take_batch", "offload"])
 def test_nothing_changes_before_all_is_copied(tmp_path, begin):
     apart(begins_before_it_is_copied, tmp_path, begin, timeout=120)
+
+
+def test_a_stager_of_older_versions_is_used_once(tmp_path):
+    apart(stagers_forget, tmp_path, timeout=120)
 
 
 @pytest.mark.parametrize("where", ["save_tensors", "write_text"])
