@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
+from conftest import serving
 from miles_testing.forked import miles
 from scenes import left_behind, mark
 
@@ -63,6 +66,26 @@ def test_a_server_of_their_own_samples_evaluations(config, run_file, tiny, tmp_p
     assert [event["rollout_id"] for event in events if event["event"] == "eval"] == [0, 1, 2, 3]
     log = (tmp_path / "run/dedicated-eval/logs/engine-0.log").read_text()
     assert log.count("POST /generate HTTP/1.1\" 200") == 4 * 8
+
+
+def test_servers_that_run_already_sample_and_evaluate(config, run_file, tiny, tmp_path):
+    """They are sent every version, and the run leaves them running."""
+    own = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(tiny / "qwen3"), run_dir=str(tmp_path)),
+                  surfaces={"server": {"max_total_tokens": 4096, "custom_weight_loader": ["miles_weights.load"]}})
+    with serving(own, "training.log") as training, serving(own, "evaluations.log") as evaluating:
+        address, other = (url.removeprefix("http://") for url in (training, evaluating))
+        outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--rollout-external",
+                         "--rollout-external-engine-addrs", address, "--plugin", "dedicated-eval",
+                         "--eval-engine-addrs", other, "--eval-interval", "1", "--eval-prompt-data", "sums",
+                         tiny / "eval.jsonl", "--eval-temperature", "0"], tmp_path, timeout=300)  # fmt: skip
+        assert outcome.code == 0, outcome.err
+        versions = [httpx.get(f"{url}/model_info", timeout=30).json()["weight_version"] for url in (training, evaluating)]
+    assert versions == ["4", "4"]
+    events = list(read(tmp_path / "run/events.jsonl"))
+    steps = [event["metrics"] for event in events if event["event"] == "metrics"]
+    assert len(steps) == 3 and steps[-1]["rollout/raw_reward"] > steps[0]["rollout/raw_reward"]
+    assert [event["rollout_id"] for event in events if event["event"] == "eval"] == [0, 1, 2, 3]
+    assert (tmp_path / "logs/evaluations.log").read_text().count("POST /generate HTTP/1.1\" 200") == 4 * 8
 
 
 def test_what_a_real_server_was_asked_for_goes_on_in_the_next_rollout(config, run_file, tmp_path):
