@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import serving
 from miles_testing.forked import miles
 from scenes import left_behind, mark
 
+from conftest import serving
 from miles_core.record.events import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
@@ -70,7 +70,8 @@ def test_a_server_of_their_own_samples_evaluations(config, run_file, tiny, tmp_p
 
 def test_servers_that_run_already_sample_and_evaluate(config, run_file, tiny, tmp_path):
     """They are sent every version, and the run leaves them running."""
-    own = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(tiny / "qwen3"), run_dir=str(tmp_path)),
+    files = replace(config.checkpoint, hf_checkpoint=str(tiny / "qwen3"), run_dir=str(tmp_path))
+    own = replace(config, checkpoint=files,
                   surfaces={"server": {"max_total_tokens": 4096, "custom_weight_loader": ["miles_weights.load"]}})
     with serving(own, "training.log") as training, serving(own, "evaluations.log") as evaluating:
         address, other = (url.removeprefix("http://") for url in (training, evaluating))
@@ -79,7 +80,8 @@ def test_servers_that_run_already_sample_and_evaluate(config, run_file, tiny, tm
                          "--eval-engine-addrs", other, "--eval-interval", "1", "--eval-prompt-data", "sums",
                          tiny / "eval.jsonl", "--eval-temperature", "0"], tmp_path, timeout=300)  # fmt: skip
         assert outcome.code == 0, outcome.err
-        versions = [httpx.get(f"{url}/model_info", timeout=30).json()["weight_version"] for url in (training, evaluating)]
+        versions = [httpx.get(f"{url}/model_info", timeout=30).json()["weight_version"]
+                    for url in (training, evaluating)]
     assert versions == ["4", "4"]
     events = list(read(tmp_path / "run/events.jsonl"))
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
