@@ -109,10 +109,24 @@ def test_gpus_of_colocated_engines_are_noted(plan, given, note):
                                                        (2, True, "sglang")])
 def test_the_engine_is_sglang_where_a_gpu_and_sglang_are(plan, monkeypatch, gpus, sglang, engine):
     machine(monkeypatch, gpus, sglang)
-    made = plan()
+    made = plan("--bf16")
     assert made.config.rollout.engine == engine
     assert made.owner("engine").name == (engine or "local")
     assert plan("--engine", "local").owner("engine").name == "local"
+
+
+@pytest.mark.parametrize(("gpus", "flags", "engine", "noted"), [
+    (2, (), None, True), (2, ("--engine-dtype", "bfloat16"), "sglang", False), (1, (), None, True),
+    (2, ("--rollout-num-gpus", 1), "sglang", True), (1, (*SGLANG, "--colocate"), "sglang", True),
+    (0, SGLANG, "sglang", False), (1, (*SGLANG, "--server-command", "x"), "sglang", False),
+    (1, (*SGLANG, "--sglang-dtype", "bfloat16"), "sglang", False), (2, ("--engine", "local"), "local", False),
+])
+def test_float32_on_gpus_is_for_the_local_engine(plan, monkeypatch, gpus, flags, engine, noted):
+    """SGLang's kernels there have no float32: nobody gets a server that dies while it starts without a word."""
+    machine(monkeypatch, gpus, True)
+    made = plan("--no-bf16", *flags)
+    assert made.config.rollout.engine == engine
+    assert any(hardware.SIXTEEN in one for one in made.notes) == noted
 
 
 @pytest.mark.parametrize(("gpus", "flags", "placement"), [

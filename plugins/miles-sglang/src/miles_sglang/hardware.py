@@ -19,6 +19,7 @@ Note = Callable[[str], None]
 SHARE, MOST = 8, 4
 """Cores for each reader that a run has by default, and the most readers that it has then: four read the answers of
 thousands of engines."""
+SIXTEEN = "SGLang's kernels on GPUs are for 16 bits"
 
 
 def hardware(config: RunConfig, note: Note) -> RunConfig:
@@ -27,7 +28,7 @@ def hardware(config: RunConfig, note: Note) -> RunConfig:
     Raises:
         ConfigError: what was asked for excludes itself or does not divide.
     """
-    for step in (_engine, _external, _gpus, _placement, _weight_sync):
+    for step in (_engine, _precision, _external, _gpus, _placement, _weight_sync):
         config = step(config, note)
     return config
 
@@ -39,20 +40,36 @@ def _engine(config: RunConfig, note: Note) -> RunConfig:
     if sglang_options(config).rollout_external:
         return with_values(config, "--rollout-external", rollout__engine="sglang")
     shared = config.perf.trainer == "fsdp" or not config.algorithm.true_on_policy_mode
-    if gpus() and folder_of("sglang") and shared:
-        if _alone(config):
-            note("there are not enough GPUs for both the trainer and SGLang, so the engine is local; --engine sglang "
-                 "--colocate shares this GPU")
-            return config
-        return with_values(config, "a GPU and SGLang are here", rollout__engine="sglang")
+    if not (gpus() and folder_of("sglang") and shared):
+        return config
+    if _too_wide(config) and not _stated(config):
+        note(f"{SIXTEEN}, so the engine is local; --bf16 --engine sglang computes in bfloat16 on both sides")
+        return config
+    if gpus() == 1 == trainer_gpus(config) and not _stated(config):
+        note("there are not enough GPUs for both the trainer and SGLang, so the engine is local; --engine sglang "
+             "--colocate shares this GPU")
+        return config
+    return with_values(config, "a GPU and SGLang are here", rollout__engine="sglang")
+
+
+def _precision(config: RunConfig, note: Note) -> RunConfig:
+    """A word on servers that may not start."""
+    if config.rollout.engine == "sglang" and _too_wide(config):
+        note(f"{SIXTEEN}, and most models do not start in float32: --bf16, or --engine-dtype bfloat16")
     return config
 
 
-def _alone(config: RunConfig) -> bool:
-    """Whether the trainer takes the only GPU and the run names neither SGLang nor other GPUs."""
+def _too_wide(config: RunConfig) -> bool:
+    """Whether the run's own servers would compute in float32 on GPUs."""
+    options, dtype = sglang_options(config), config.surface("server").get("dtype") or engine_dtype(config)
+    return dtype == "float32" and gpus() > 0 and not (options.server_command or options.rollout_external)
+
+
+def _stated(config: RunConfig) -> bool:
+    """Whether the run names SGLang, or GPUs for it."""
     perf, tables = config.perf, {key.partition(".")[0] for key in config.origin}
     stated = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
-    return gpus() == 1 == trainer_gpus(config) and not stated and not config.debug.debug_rollout_only
+    return bool(stated or config.debug.debug_rollout_only)
 
 
 def _external(config: RunConfig, note: Note) -> RunConfig:
