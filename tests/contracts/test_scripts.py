@@ -51,6 +51,7 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/drafts.py", "other demo --far --folder {folder}", 2),
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
     ("tests/gpu/fsdp_speed.py", "--tiny", 2),
+    ("tests/gpu/images.py", "--help", 0),  # its model is trained first
     ("tests/gpu/int4.py", "--help", 0),
     ("tests/gpu/large.py", "layouts --tiny --gpus 2 --only ep-block --folder {folder}", 1),
     ("tests/gpu/large.py", "whole --tiny --gpus 2 --folder {folder}", 1),
