@@ -19,7 +19,7 @@ def check(words: tuple[str, ...]) -> None:
     """Whether a run's plugins fit each other: owners, requirements, options; then every hook is bound for every role.
 
     \b
-      miles plugins check examples/demo.toml --plugin r3 --plugin fp8
+      miles plugins check examples/moe.toml --plugin r3 --plugin fp8
     """
     from miles_core.hookspecs import ROLES
     from miles_core.plugins import bind

@@ -26,7 +26,7 @@ def command() -> None:
     \b
       miles plugins list
       miles plugins info r3
-      miles plugins check examples/demo.toml --plugin r3
+      miles plugins check examples/moe.toml --plugin r3
       miles plugins why rollout.num_rollout examples/demo.toml --num-rollout 5
       miles plugins lock examples/demo.toml --out plugins.lock
       miles run examples/demo.toml --locked plugins.lock

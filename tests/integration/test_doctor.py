@@ -487,6 +487,18 @@ SICK: dict[str, list[tuple[str, str, Callable[[Patient], object], str]]] = {
 }  # fmt: skip
 
 
+def test_the_answer_cannot_steer_the_terminal(patient):
+    patient.ends("scorer 'mine' failed (got ValueError: \x1b]0;title\x07\x1b[2J\u202e\r). Fix: mend it.")
+    assert all(char.isprintable() for line in patient.examine().text() for char in line)
+
+
+def test_sides_of_one_process_that_sample_ahead_do_not_take_turns(patient):
+    patient.metrics(perf__actor_train_time=30.0)
+    patient.plan(rollout__max_lag=2)
+    (found,) = [one for one in patient.examine().findings if one.rule == "imbalance"]
+    assert "train" in found.seen and "turns" not in found.why and "idles" not in found.why
+
+
 def test_every_rule_has_a_sickness():
     assert set(SICK) == {rule.name for rule in rules()}
 

@@ -136,11 +136,21 @@ def test_texts_of_samples_are_in_it_only_if_asked_for(planted, tmp_path):
 
 def test_the_command_writes_it_and_says_what_is_in_it(planted, tmp_path):
     done = miles(["doctor", planted, "--bundle", "x.tar.gz"], tmp_path)
-    assert done.code == 1 and "no prompt and no answer is in it" in done.err, done
+    assert done.code == 1 and "no samples are in it" in done.err, done
     assert tarfile.is_tarfile(tmp_path / "x.tar.gz")
     assert miles(["doctor", planted, "--with-samples"], tmp_path).code == 2
     refused = miles(["doctor", planted, "--bundle", tmp_path / "nowhere" / "x.tar.gz"], tmp_path)
     assert refused.code == 2 and "Fix: " in refused.err
+
+
+def test_it_does_not_claim_that_errors_and_logs_quote_no_sample(planted, tmp_path):
+    with open(planted / "events.jsonl", "a") as file:
+        file.write(json.dumps({"time": 2e9, "rollout_id": None, "event": "run_end", "status": "failed",
+                               "error": "scorer 'mine' failed (got ValueError: no number: 'the answer')"}) + "\n")
+    done = miles(["doctor", planted, "--bundle", "x.tar.gz"], tmp_path)
+    with tarfile.open(tmp_path / "x.tar.gz") as archive:
+        assert b"the answer" in archive.extractfile("run-doctor/events.jsonl").read()
+    assert "no answer" not in done.err and "may quote" in done.err
 
 
 @pytest.mark.parametrize(("name", "secret"), [

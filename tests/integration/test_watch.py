@@ -235,7 +235,8 @@ def test_a_run_that_is_killed_and_goes_on_is_followed_without_a_reload(page, run
 
 
 def test_text_of_a_run_is_never_markup(page, tmp_path):
-    hostile = "</script><img src=x onerror=alert(1)><script>alert(2)</script> \u2028"
+    turn = "\u202e"  # what follows it in a line is read from the right
+    hostile = f"</script><img src=x onerror=alert(1)><script>alert(2)</script> {turn}\u2028"
     run = tmp_path / "<img src=x onerror=alert(3)>"
     (run / "samples").mkdir(parents=True)
     log = EventLog(run / "events.jsonl")
@@ -259,6 +260,8 @@ def test_text_of_a_run_is_never_markup(page, tmp_path):
             page.until("$('detail').innerText.includes('alert(2)') && $('groups').innerText.includes('alert(1)')")
             assert page.run("document.querySelectorAll('img, main script, header script').length") == 0
             assert page.run("$('head').innerText + $('events').innerText").count("alert(2)") >= 3
+            page.run("tip({clientX: 0, clientY: 0}, D.run.error)")
+            assert turn not in page.run("document.body.innerText + $('tip').textContent")
             page.clean()
 
 

@@ -175,6 +175,12 @@ def test_what_the_plans_differ_in_comes_first_and_does_not_count(tmp_path, run):
     assert out.index("optimizer.lr") < out.index("hashes are the same")
 
 
+def test_what_a_plan_holds_cannot_steer_the_terminal(tmp_path, run):
+    other = Written(tmp_path / "b", {"rollout.rollout_stop": "\x1b]0;title\x07\u202e"}).start().rollouts(0, 3).end()
+    _, out = diff(run("a"), other)
+    assert "rollout.rollout_stop: " in out and not {"\x1b", "\x07", "\u202e"} & set(out)
+
+
 def test_without_hashes_metrics_are_compared_and_said_to_be_no_proof(run):
     """Other metrics are a difference; equal ones leave it open; times never count."""
     plain = run("a", hashes=False)

@@ -245,6 +245,18 @@ def test_an_evaluation_of_the_weights_it_resumed_from_counts_until_it_is_done_ag
     assert evals() == {"eval/a": [0.5], "eval/b": [0.6]}
 
 
+def test_a_dataset_whose_name_begins_like_that_of_another_has_its_score(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.run_start("0", {})
+    for name in ("math", "math-500", "b"):
+        log.append("eval", 2 * (name == "b"), metrics={f"eval/{name}": 0.5, f"eval/{name}-pass@2": 0.6,
+                                                       f"eval/{name}-truncated_ratio": 0.0})
+    follower, run = Follower(log.path), RunDirectory(tmp_path)
+    assert document(run, follower.advance(), LIMITS, "")["evals"] == ["eval/b", "eval/math", "eval/math-500"]
+    log.run_start("0", {}, resumed_from=1)
+    assert document(run, follower.advance(), LIMITS, "")["evals"] == ["eval/math", "eval/math-500"]
+
+
 def test_any_name_of_a_metric_is_shown(tmp_path):
     history = History()
     names = ["perf/hooks/a", "perf/hooks/a/b/c", "perf/hook_calls/a/b/c", "perf/", "eval/", "/", ""]

@@ -7,8 +7,11 @@ import importlib.metadata
 import json
 import os
 import re
+import sys
+from pathlib import Path
 
 import click
+import click.testing
 import pytest
 from miles_testing.forked import miles
 
@@ -64,6 +67,31 @@ def test_what_a_command_says_of_itself_fits_a_terminal(invoke, words):
     """Of 80 columns, the examples too, which click leaves as they are."""
     text = invoke(*words, "--help").output.partition("\nOptions:")[0]
     assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("Usage:")] == []
+
+
+def examples():
+    """The lines of the help that show a run file of the repository, and write nothing."""
+    for words in commands():
+        for line in click.testing.CliRunner().invoke(cli, [*words, "--help"]).output.splitlines():
+            if re.match(r" +miles (plugins (check|why|graph)|run .*--plan)", line) and " examples/" in line:
+                yield re.split(r"  | \| ", line.strip())[0]
+
+
+@pytest.mark.parametrize("line", sorted(set(examples())))
+def test_an_example_of_the_help_does_what_it_shows(call, monkeypatch, line):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    code, out, err = call(*line.split()[1:])
+    assert (code, err) == (0, "") and out
+
+
+def test_an_error_cannot_steer_the_terminal_and_has_colour_only_where_it_may(call, monkeypatch):
+    hostile = "a\x1b]0;title\x07\x1b[2J\u202eb"
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        code, _, err = call("report", hostile)
+        assert code == 2 and err.startswith("Error: " if no_color else "\x1b[31m\x1b[1mError: \x1b[0m")
+        assert not {"\x1b", "\x07", "\u202e"} & set(err.rpartition("Error: ")[2].removeprefix("\x1b[0m"))
 
 
 def test_version(invoke):
@@ -269,4 +297,6 @@ def test_a_name_that_no_encoding_has_is_printed(tmp_path):
         with RunDirectory(tmp_path / name) as directory:
             Journal(directory, Console()).events.append("metrics", 0, metrics={f"{name}/\ud800": 1.0})
     done = miles(["diff", "a", "b"], tmp_path)
-    assert (done.code, done.err) == (1, "") and "metrics a/?" in done.out
+    assert (done.code, done.err) == (1, "") and "metrics a/\ufffd" in done.out
+    done = miles(["report", "a", "-o", "-"], tmp_path)
+    assert (done.code, done.err) == (0, "") and '"a/?":{' in done.out

@@ -76,6 +76,7 @@ def test_metrics_that_are_missing_null_or_not_finite_are_no_trouble(clock):
 def test_text_cannot_steer_the_terminal(clock):
     view, stream = plain(clock)
     view.message("info", "a\x1b[2Jb\rc")
+    view.evaluation("set\x1b[2J", 0, {"eval/set\x1b[2J": 0.5, "eval/set\x1b[2J/reward/a\rb": 0.5})
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miles_core.errors import RunDirectoryError, UnknownPluginError
+from miles_core.errors import RunDirectoryError, UnknownPluginError, clean
 from miles_core.reading import reading
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def diff(a: Path, b: Path | None, as_json: bool, across: str | None, both: str, 
         click.echo(json.dumps({**dataclasses.asdict(comparison), "compared": comparison.common,
                                "exit_code": comparison.exit_code}))
     else:
-        click.echo("\n".join(_text(comparison, records)))
+        click.echo(clean("\n".join(_text(comparison, records))))
     raise SystemExit(comparison.exit_code)
 
 

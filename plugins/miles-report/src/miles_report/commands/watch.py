@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -30,7 +31,7 @@ def watch(run: Path, port: int, host: str, show: bool) -> None:
     server = Server(watched, host, port)
     if not server.loopback:
         click.secho(f"Warning: everybody who reaches {host} can read the prompts and answers of this run.",
-                    fg="yellow", err=True)
+                    fg="yellow", err=True, color=False if os.environ.get("NO_COLOR") else None)
     if status == "waiting":
         click.echo(f"There is no run in {run} yet: the page shows it as soon as it begins.")
     click.echo(f"Watching {run} ({status}) at {server.url}  Ctrl-C ends this, and not the run.")

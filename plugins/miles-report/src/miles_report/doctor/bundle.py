@@ -55,7 +55,8 @@ def write_bundle(run: Record, diagnosis: Diagnosis, path: str | os.PathLike[str]
             archive.addfile(entry, io.BytesIO(data))
             names.append(name)
     shown = sum(name.startswith("samples/") for name in names)
-    texts = f"prompts and answers of {shown} rollouts are in it" if shown else "no prompt and no answer is in it"
+    texts = (f"prompts and answers of {shown} rollouts are in it" if shown else
+             "no samples are in it, though errors and logs may quote some")
     return f"{len(names)} files; secrets were taken out, and {texts}. Look into it before you send it"
 
 

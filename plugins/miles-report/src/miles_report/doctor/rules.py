@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from miles_core.errors import clean
 from miles_core.record.events import Kind
 from miles_report.doctor import engine, rollout, system, training
 from miles_report.doctor.finding import SEVERITIES, Finding, Rule
@@ -96,7 +97,10 @@ class Diagnosis:
         return int(any(finding.severity == "error" for finding in self.findings))
 
     def text(self) -> Iterator[str]:
-        """The answer in lines, the side first."""
+        """The answer in lines, the side first. What it quotes of errors, logs and samples steers no terminal."""
+        return map(clean, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         if self.side == "neither":
             symptoms = {rule.name: rule.symptom.replace("`", "") for rule in rules()}
             yield "neither: healthy" if self.healthy else f"neither side: {symptoms[self.findings[0].rule]}"

@@ -144,7 +144,7 @@ def imbalance(run: Record) -> Iterator[Finding]:
         "sync": "another --weight-sync (ipc or broadcast), or a larger --update-weight-buffer-size",
     }[stage]
     yield Finding("note", f"{most / total:.0%} of a rollout's {total:.1f} s are {stage}",
-                  "both sides take turns on one machine" if shared else "the other side idles meanwhile", advice,
+                  "both sides share the same hardware" if shared else "the other side idles meanwhile", advice,
                   run.where(list(run.metrics.values())[-1]),
                   side="rollout" if stage == "rollout" else "both" if stage == "sync" else "training")
 

@@ -107,7 +107,7 @@ def _now(run: RunDirectory, history: History, status: str) -> dict[str, object]:
             "starts": [{"time": s["time"], "from": s.get("resumed_from") or 0} for s in history.starts],
             "done": history.done, "total": last.get("rollouts"),
         },
-        "evals": _scores(history.evals),
+        "evals": sorted(history.scores & history.evals.keys()),
         "drops": drops.most_common(),
         "engines": list(history.engines.values()),
         "syncs": _syncs(history.syncs),
@@ -180,14 +180,6 @@ def _bars(stages: dict[int, dict[str, float]], bars: int) -> list[dict]:
 def _beyond(seconds_of: dict[str, float]) -> float:
     """Seconds that a step took beyond its stages; 0 where these overlap."""
     return max(0.0, seconds_of["step"] - sum(seconds for stage, seconds in seconds_of.items() if stage != "step"))
-
-
-def _scores(names: Iterable[str]) -> list[str]:
-    """The score of each eval dataset, eval/NAME, without what is said beside it: eval/NAME-truncated_ratio and such."""
-    scores = [name for name in sorted(names) if name.count("/") == 1 and name.startswith("eval/")
-              and name.partition("/")[2] not in ("step", "lag_steps", "duration_seconds", "export_time_seconds")
-              and not name.startswith("eval/skipped_")]
-    return [name for name in scores if not any(name.startswith(f"{other}-") for other in scores)]
 
 
 def _hooks(curves: dict[str, Series]) -> list[dict[str, object]]:

@@ -4,11 +4,13 @@ const $ = id => document.getElementById(id), SVG = $("seed").namespaceURI;
 let D = JSON.parse($("data").textContent);  // the document; live.js adds to it
 const LIVE = !!D.after;
 
+// Marks that have what follows them in a line read from the other side are shown, not followed.
+const plain = text => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
 function put(node, props, kids) {
   for (const [key, value] of Object.entries(props || {}))
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined) node.setAttribute(key, value);
-  for (const kid of kids.flat(Infinity)) if (kid !== null && kid !== undefined && kid !== false) node.append(kid);
+  for (const kid of kids.flat(Infinity)) if (kid !== null && kid !== undefined && kid !== false) node.append(typeof kid === "string" ? plain(kid) : kid);
   return node;
 }
 // Brings the children of a node up to date; those that are as they were stay, with the selection and focus in them.
@@ -41,7 +43,7 @@ const now = () => LIVE ? Date.now() / 1000 + behind : D.run.written;
 const first = c => c && c.y.find(v => v !== null), last = c => c && c.y.findLast(v => v !== null);
 
 function tip(event, text) {
-  const box = $("tip"); box.style.display = text ? "block" : "none"; if (!text) return; box.textContent = text;
+  const box = $("tip"); box.style.display = text ? "block" : "none"; if (!text) return; box.textContent = plain(text);
   box.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8)) + "px";
   box.style.top = (event.clientY + 22 + box.offsetHeight > innerHeight ? event.clientY - box.offsetHeight - 12
     : event.clientY + 18) + "px";

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from miles_core.record.events import LIFECYCLE, Kind, stage_seconds
@@ -51,6 +51,7 @@ class History:
         last: unix seconds of the last event.
         before: seconds that earlier starts took.
         curves, evals: metrics by name, against rollouts.
+        scores: names of what datasets scored, eval/NAME.
         stages: seconds per stage of each rollout; "step" is the whole of it, where the run says so.
         beats: heartbeat events.
         drops: groups by (rollout, reason).
@@ -67,6 +68,7 @@ class History:
     before: float = 0.0
     curves: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
+    scores: set[str] = field(default_factory=set)
     stages: dict[int, dict[str, float]] = field(default_factory=dict)
     beats: list[dict] = field(default_factory=list)
     drops: Counter = field(default_factory=Counter)
@@ -149,6 +151,7 @@ class History:
         if self.starts and at == self.begin and not self._evaluated:  # the weights it resumed from, evaluated again
             self._evaluated = True
             self._forget(self.evals, at, at + 1)
+        self.scores.update(_scores(event["metrics"]))
         for name, value in event["metrics"].items():
             self.evals.setdefault(name, Series()).add(at, value)
 
@@ -185,6 +188,14 @@ _TAKERS: dict[str, Callable[[History, dict], None]] = {
     **dict.fromkeys((Kind.ENGINE_LOST, Kind.ENGINE_RESTARTED, Kind.ENGINE_STALE, Kind.ROUTER_LOST,
                      Kind.ROUTER_RESTARTED), History._engine),
 }  # fmt: skip
+
+
+def _scores(names: Iterable[str]) -> list[str]:
+    """What a dataset scored, eval/NAME, without what its event says beside that: eval/NAME-truncated_ratio and such."""
+    scores = [name for name in sorted(names) if name.count("/") == 1 and name.startswith("eval/")
+              and name.partition("/")[2] not in ("step", "lag_steps", "duration_seconds", "export_time_seconds")
+              and not name.startswith("eval/skipped_")]
+    return [name for name in scores if not any(name.startswith(f"{other}-") for other in scores)]
 
 
 def _stands(rollout: int | None, begin: float) -> bool:

@@ -172,6 +172,6 @@ function log() {
     el("td", {class: "kind", style: tone[e.level] && `--c: ${ink(tone[e.level])}`}, e.kind === "message" ? e.level : word[e.kind] || e.kind.replace("_", " ")),
     el("td", {class: "msg"}, (none(e.rollout) ? "" : `rollout ${e.rollout}: `) + e.text)));
   $("events").replaceChildren(...(rows.length ? rows : [el("tr", null, el("td", null, "Nothing was logged."))]));
-  $("plan-text").textContent = D.plan; $("plan").hidden = !D.plan;
+  $("plan-text").textContent = plain(D.plan); $("plan").hidden = !D.plan;
   $("foot").textContent = [LIVE ? "" : `Written on ${when(D.run.written)}.`, ...D.notes.filter(note => LIVE || note.includes("messages"))].join(" ");
 }
