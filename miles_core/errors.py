@@ -44,6 +44,11 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return f"did you mean {near[0]!r}?" if near else None
 
 
+def clean(text: str) -> str:
+    """Without control characters: what a model or somebody's file says must not steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 class MilesError(Exception):
     """Base of every error that Miles raises on purpose.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from miles_core.errors import MilesError, OwnerError
+from miles_core.errors import MilesError, OwnerError, clean
 
 if TYPE_CHECKING:
     from miles_core.plugins.manifest import Manifest, Offer
@@ -173,7 +173,6 @@ def command_line() -> None:
             if error.errno not in FULL:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left of the output in its buffer
-        click.echo(click.style("Error: ", fg="red", bold=True) + str(error), err=True)
-        for note in getattr(error, "__notes__", ()):
-            click.echo(f"  {note}", err=True)
+        lines = [clean(str(error)), *(f"  {clean(note)}" for note in getattr(error, "__notes__", ()))]
+        click.echo(click.style("Error: ", fg="red", bold=True) + "\n".join(lines), err=True)
         raise SystemExit(getattr(error, "exit_code", 1)) from None

@@ -32,6 +32,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from miles_core.errors import clean
 from miles_core.record.events import STAGES, stage_seconds
 
 HEADLINE = {
@@ -101,8 +102,8 @@ class Console:
             total: rollouts in all.
             first: the rollout it begins with; above 0 after a resume.
         """
-        fields = {key: _clean(str(value)) for key, value in summary.items() if key != "run"}
-        self._title = _clean(str(summary["run"]))
+        fields = {key: clean(str(value)) for key, value in summary.items() if key != "run"}
+        self._title = clean(str(summary["run"]))
         self._total, self._done = total, first
         self._began = self._stage_began = time.monotonic()
         self._ends.append(self._began)
@@ -140,7 +141,7 @@ class Console:
         self._evals[name] = (rollout_id, score, first)
         if self._live is None:
             scores = "".join(f"  {key} {value:.3f}" for key, value in short.items())
-            self._print(f"eval {_clean(name)}  rollout {rollout_id}{scores}")
+            self._print(f"eval {clean(name)}  rollout {rollout_id}{scores}")
         self._refresh()
 
     @_guarded
@@ -148,7 +149,7 @@ class Console:
         """Say something: level "detail", "info", "warning" or "error"."""
         if level == "detail" and not self._details:
             return
-        text = _clean(text) if level in ("detail", "info") else f"{level}: {_clean(text)}"
+        text = clean(text) if level in ("detail", "info") else f"{level}: {clean(text)}"
         if self._live is None:
             self._print(text)
         else:
@@ -254,7 +255,7 @@ class Console:
         return Group(bar, legend)
 
     def _evaluations(self) -> RenderableType:
-        return Columns([Text.assemble((f"eval {_clean(name)} ", "dim"), (f"{score:.3f}", "bold green"),
+        return Columns([Text.assemble((f"eval {clean(name)} ", "dim"), (f"{score:.3f}", "bold green"),
                                       (f" (first {first:.3f}, now at rollout {rollout_id})", "dim"))
                         for name, (rollout_id, score, first) in self._evals.items()], padding=(0, 3))
 
@@ -289,8 +290,3 @@ def _number(label: str, value: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-
-
-def _clean(text: str) -> str:
-    """Without control characters: generated text must not steer the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
