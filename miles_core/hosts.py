@@ -236,7 +236,7 @@ def process_group(name: str, ranks: int, factory: Callable[..., Any], *args: obj
 def meeting_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder in which ranks find each other, locked while this process lives; what killed ones left is removed."""
     for left in Path(tempfile.gettempdir()).glob("miles-ranks-*/lock"):
-        with contextlib.suppress(OSError), open(left) as lock:
+        with contextlib.suppress(OSError), open(left, "r+") as lock:  # no waiting for a pipe's writer
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent)
     folder = tempfile.TemporaryDirectory(prefix="miles-ranks-")

@@ -183,3 +183,15 @@ def test_the_meeting_folder_of_a_killed_process_is_removed_and_that_of_a_living_
     first.cleanup()
     second.cleanup()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_that_another_user_left_among_the_meeting_folders_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "miles-ranks-other").mkdir()
+    os.mkfifo(tmp_path / "miles-ranks-other" / "lock")
+    made: list[tempfile.TemporaryDirectory[str]] = []
+    meeting = threading.Thread(target=lambda: made.append(meeting_folder()), daemon=True)
+    meeting.start()
+    meeting.join(5)
+    assert made
+    made[0].cleanup()

@@ -108,3 +108,15 @@ def test_no_room_for_a_bucket_is_said_before_it_is_written(tmp_path):
     sender = shared.SharedSender(None, str(tmp_path))
     with pytest.raises(SyncError, match="bytes free"):
         sender._memory(0, 2**60, torch.device("cpu"))
+
+
+def test_a_folder_that_another_user_made_between_two_syncs_is_not_used(tmp_path, monkeypatch):
+    """Its name can be seen in /dev/shm; who owns the folder would say which file is mapped, and removed."""
+    folder = tmp_path / "miles-seen"
+    with shared._listening(folder, 1.0):
+        pass
+    folder.mkdir(0o777)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(SyncError) as refused, shared._listening(folder, 1.0):
+        pass
+    assert refused.value.code == "weights-folder-taken" and folder.is_dir()

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
-from miles_report.commands.doctor import fitted
+from miles_report.commands.doctor import doctor, fitted
 from miles_report.commands.report import report
 from miles_report.page import FOLDER, render
 from miles_report.page.document import Limits
@@ -201,3 +201,11 @@ def test_the_command_is_light_to_import():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                             env={"PYTHONPATH": ":".join(sys.path)})
     assert result.stdout.strip() == "set()"
+
+
+def test_what_a_log_says_does_not_steer_the_terminal_of_the_doctor(run):
+    log = EventLog(run / "events.jsonl")
+    log.append("run_end", None, status="failed", error="\x1b]0;title\x07", code="x")
+    log.close()
+    answer = CliRunner().invoke(doctor, [str(run)])
+    assert "]0;title" in answer.output and not {"\x1b", "\x07"} & set(answer.output)

@@ -70,6 +70,17 @@ def test_what_is_no_image_of_the_run_is_not_read(tmp_path):
     assert thumbnail(tmp_path, stored(tmp_path, picture((9000, 9000)))) is None, "it says how large it is before"
 
 
+@pytest.mark.parametrize("data", [
+    b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n",
+    b"qoif\0\0\0\4\0\0\0\4\3\0",
+], ids=["a program for Ghostscript", "cut off where Pillow raises IndexError"])
+def test_a_file_of_another_users_run_neither_runs_nor_ends_the_page(data, tmp_path, monkeypatch):
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_args: pytest.fail("it ran"))
+    assert thumbnail(tmp_path, stored(tmp_path, data)) is None
+
+
 def test_the_page_has_each_image_once_and_prompts_name_theirs(with_images):
     run, seen = with_images
     write_report(run)

@@ -11,6 +11,8 @@ import pytest
 from miles_rewards.deepscaler import Comparison
 from miles_rewards.ifbench import installed, question
 from miles_rewards.plugin import Rewards, RewardsOptions
+from miles_rewards.symbolic import equal
+from sympy.parsing import sympy_parser
 
 from miles_core.config.tables import Eval, Rollout, RunConfig
 from miles_core.errors import ConfigError, RewardError
@@ -119,6 +121,19 @@ def test_expressions_know_nothing_of_python():
         assert comparison.right(r"\boxed{2id}", "2*d*i")
     finally:
         comparison.close()
+
+
+@pytest.mark.parametrize("way", ["a text for a function", "an attribute"])
+def test_an_answer_that_reaches_for_python_is_not_evaluated(way, tmp_path, monkeypatch):
+    """SymPy's functions evaluate a text with all of Python's functions; octal digits and numerals are no letters."""
+    code = f"open({str(tmp_path / 'made')!r}, 'w')"
+    octal = "".join(rf"\textbackslash{{}}{ord(sign):03o}" for sign in code)
+    evaluated, evaluate = [], sympy_parser.eval_expr
+    monkeypatch.setattr(sympy_parser, "eval_expr", lambda *given: evaluated.append(given) or evaluate(*given))
+    answer = {"a text for a function": f"re('{octal}')", "an attribute": "().__ⅽⅼass__"}[way]
+    assert not equal(answer, r"\frac{1}{2}")
+    assert not (tmp_path / "made").exists() and not evaluated
+    assert equal("x/2", "0.5x") and evaluated, "what is arithmetic is"
 
 
 def test_draws_are_those_of_the_seed_the_prompt_and_the_place(scorers):

@@ -97,7 +97,7 @@ def test_the_plan_and_samples_are_read_back_and_a_start_voids_what_is_to_come(st
     samples = canned_samples()
     for resumed_from in (None, 1):
         plugin = start()
-        plugin.begin({"options": {"rollout.num_rollout": 2}}, resumed_from, tmp_path)
+        plugin.begin({"options": {"rollout.num_rollout": 2, "judge.api_key": "hush-hush"}}, resumed_from, tmp_path)
         for step in range(resumed_from or 0, 2):
             plugin.metrics(step, {"train/loss": 0.5}, tmp_path)
             plugin.samples(step, None, samples, tmp_path)
@@ -110,6 +110,7 @@ def test_the_plan_and_samples_are_read_back_and_a_start_voids_what_is_to_come(st
     assert reader.Histograms("eval/heldout/rewards")[-1].step == 2
     [plan, again] = [event.tensor_proto.string_val[0].decode() for event in reader.Tensors("plan/text_summary")]
     assert "rollout.num_rollout | 2" in plan and again == plan
+    assert "judge.api_key" in plan and "hush-hush" not in plan
 
 
 def test_folders(tmp_path):

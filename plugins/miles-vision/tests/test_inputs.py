@@ -15,7 +15,7 @@ from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.scored import Temperature
 from miles_local.engine import LocalEngine
 from miles_vision import processor
-from miles_vision.images import opened
+from miles_vision.images import ImageUnusable, opened
 from miles_vision.plugin import Vision, VisionOptions
 from pictures import picture
 
@@ -180,16 +180,28 @@ def test_a_path_is_that_of_a_file_beside_the_prompts_that_name_it(vision, tmp_pa
 
 
 @pytest.mark.parametrize(("images", "text", "options", "reason"), [
-    ([FILES["red"][:60]], "<image>?", {}, "image_damaged"), (["pictures/none.png"], "<image>?", {}, "image_missing"),
+    ([FILES["red"][:60]], "<image>?", {}, "image_damaged"),
+    ([b"qoif\0\0\0\4\0\0\0\4\3\0"], "<image>?", {}, "image_damaged"),
+    (["pictures/none.png"], "<image>?", {}, "image_missing"),
     (["https://example.com/a.png"], "<image>?", {}, "image_damaged"), ([7], "<image>?", {}, "image_damaged"),
     ([FILES["red"]], "<image>?", {"max_image_pixels": 100}, "image_too_large"),
     ([FILES["red"]], "No mark.", {}, "image_count"), ([], "<image>?", {}, "image_count"),
     ([FILES["red"]] * 40, "<image>" * 40, {}, "prompt_too_long"),
-], ids=["cut off", "missing", "address", "number", "huge", "unmarked", "none", "long"])
+], ids=["cut off", "IndexError", "missing", "address", "number", "huge", "unmarked", "none", "long"])
 def test_what_cannot_be_shown_is_dropped_with_its_reason(images, text, options, reason, vision):
     prompt = Prompt(0, 3, "", (), metadata={"pictures": images}, messages=({"role": "user", "content": text},))
     answer = vision("qwen2_5_vl", **options).prepare_prompt(prompt)
     assert isinstance(answer, Drop) and answer.reason == reason and "row 3" in answer.detail
+
+
+def test_no_program_runs_for_an_image(monkeypatch):
+    """Tools and rows bring images, and Pillow has Ghostscript run what is PostScript."""
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_args: pytest.fail("it ran"))
+    with pytest.raises(ImageUnusable) as refused:
+        opened(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n", 1000)
+    assert refused.value.reason == "image_damaged"
 
 
 @pytest.mark.parametrize(("stream", "eval_most", "fits"), [

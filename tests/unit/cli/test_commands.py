@@ -183,6 +183,11 @@ def test_what_cannot_run_is_refused_with_exit_code_2_and_a_fix(call, words, said
     assert "Traceback" not in err
 
 
+def test_what_a_name_or_a_file_says_does_not_steer_the_terminal(call):
+    code, _, err = call("run", *GOOD, "--plugin", "./\x1b]0;title\x07.py", "--plan")
+    assert code == 2 and "]0;title" in err and not {"\x1b", "\x07"} & set(err)
+
+
 def test_a_run_file_that_is_not_there(call):
     code, _, err = call("run", "nowhere.toml")
     assert code == 2 and "nowhere.toml: " in err and "[run-file-missing]" in err

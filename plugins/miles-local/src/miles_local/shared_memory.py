@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -197,8 +198,15 @@ def folder_in_memory(need: int) -> str:
 
 @contextlib.contextmanager
 def _listening(folder: Path, timeout: float) -> Iterator[socket.socket]:
-    """The socket in a folder that exists as long as the block; mapped files outlive their names."""
+    """The socket in a folder that exists as long as the block; mapped files outlive their names.
+
+    Raises:
+        SyncError: another user made the folder since the block before, and would say what is mapped and removed.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():
+        raise SyncError("the folder of the weights belongs to another user", code="weights-folder-taken",
+                        who=str(folder), fix="resume the run, which takes another name")
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(timeout)

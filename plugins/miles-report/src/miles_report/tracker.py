@@ -115,9 +115,7 @@ class Outbox:
         """Start the thread, which opens the service's run; a second time does nothing."""
         if self._thread is not None:
             return
-        redactor = Redactor()
-        redactor.learn(plan["options"])
-        whole: Any = redactor.value(plan)
+        whole = without_secrets(plan)
         start = Start(plan["name"], run_id, resumed_from or 0, whole["options"], whole, Path(run_dir))
         self._thread = threading.Thread(target=self._work, args=(start,), daemon=True, name="tracker")
         self._thread.start()
@@ -222,6 +220,13 @@ def rows_of(step: int, samples: Sequence[Sample], most: int) -> list[Row]:
     chosen = [samples[index * len(samples) // count] for index in range(count)]
     return [dict(zip(COLUMNS, (step, one.prompt.text, one.text, one.reward, one.prompt.label, str(one.status),
                                one.response_length), strict=True)) for one in chosen]
+
+
+def without_secrets(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as it may be seen by whoever sees the metrics."""
+    redactor = Redactor()
+    redactor.learn(plan["options"])
+    return dict(redactor.value(plan))
 
 
 def without_password(url: str | None, option: str, instead: str) -> None:

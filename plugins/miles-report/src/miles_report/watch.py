@@ -4,9 +4,9 @@
     /data?after=PLACE   the document, or what is to be added to the one that a page has
     /samples?name=..&rollout=..   one of the sample files that the document offers
 
-What is served holds prompts and answers, so it is only for the user who started it: GET only, on loopback
-unless told otherwise, for requests that name this host (a page elsewhere may let its own name lead here), and to
-documents of this origin.
+What is served holds prompts and answers, so it stays on this machine, whose other users can read it: GET only, on
+loopback unless told otherwise, for requests that name this host (a page elsewhere may let its own name lead here), and
+to documents of this origin.
 """
 
 from __future__ import annotations

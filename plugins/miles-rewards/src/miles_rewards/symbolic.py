@@ -121,12 +121,25 @@ def _no_difference(expression: str) -> bool:
     import sympy
     from sympy.parsing import sympy_parser
 
-    rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
+    rules = (_arithmetic, *sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
     try:
         difference = sympy_parser.parse_expr(expression.replace("^", "**"), transformations=rules, global_dict=_names())
         return bool(sympy.simplify(difference) == 0)
     except Exception:  # noqa: BLE001 - SymPy raises anything; what it cannot compare is not equal
         return False
+
+
+def _arithmetic(tokens: list[tuple[int, str]], _local: object, _global: object) -> list[tuple[int, str]]:
+    """The first transformation of SymPy's parser, which refuses what reaches Python itself.
+
+    SymPy's functions evaluate a text that they are given with all of Python's functions, and attributes lead there too.
+
+    Raises:
+        ValueError: a text, or an attribute.
+    """
+    if any(text == "." or "'" in text or '"' in text for _, text in tokens):
+        raise ValueError("this is not arithmetic")
+    return tokens
 
 
 @cache

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_report.tracker import without_secrets
+
 from miles_core.config import option
 from miles_core.hookspecs import hookimpl
 from miles_core.record.events import Kind, read
@@ -45,7 +47,7 @@ class Tensorboard:
     def begin(self, plan: dict[str, Any], resumed_from: int | None, run_dir: Path) -> None:
         """Opens the file, whose first entry is the plan."""
         if (files := self._open(run_dir, resumed_from or 0)) is not None:
-            rows = [f"| {key} | {value} |" for key, value in plan["options"].items()]
+            rows = [f"| {key} | {value} |" for key, value in without_secrets(plan)["options"].items()]
             files.text("plan", resumed_from or 0, "\n".join(["| option | value |", "|---|---|", *rows]))
             if resumed_from is not None:
                 self._evaluated = resumed_from, evaluated(Path(run_dir, "events.jsonl"), resumed_from)

@@ -115,7 +115,7 @@ def own_directories(work: str, size: int, files: int) -> None:
     """
     mount("tmpfs", work, "tmpfs", NO_SUID | NO_DEV, f"size={size},nr_inodes={files},mode=0700")
     try:
-        mount("proc", "/proc", "proc", NO_SUID | NO_DEV)
+        mount("proc", "/proc", "proc", NO_SUID | NO_DEV | ATTR_RDONLY)  # root writes the kernel's settings there
     except OSError:  # a container hides parts of its own
         mount("tmpfs", "/proc", "tmpfs", NO_SUID | NO_DEV | ATTR_RDONLY, "size=4k")
 

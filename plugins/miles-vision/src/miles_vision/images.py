@@ -104,11 +104,15 @@ def opened(data: bytes, most: int | None = None) -> Image:
 
     try:
         image = Image.open(io.BytesIO(data))
+        if image.format == "EPS":
+            raise ValueError("EPS is a program, which Pillow has Ghostscript run")
         width, height = image.size  # of the header: a small file may hold a huge image
         if most is not None and width * height > most:
             raise ImageUnusable("image_too_large", f"{width} x {height} pixels, at most {most} in all")
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except ImageUnusable:
+        raise
+    except Exception as error:  # Pillow's decoders raise anything
         raise ImageUnusable("image_damaged", f"{type(error).__name__}: {error}") from error
 
 
