@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from miles_core.errors import RunDirectoryError, clean
+from miles_core.errors import RunDirectoryError
 from miles_core.reading import reading
 
 
@@ -53,11 +53,7 @@ def doctor(run: Path | None, as_json: bool, bundle: Path | None, with_samples: b
 
 
 def fitted(line: str) -> str:
-    """On a terminal, a line of the answer in lines between whose words it breaks; a program gets it whole.
-
-    Logs and events, which it is of, may hold what steers a terminal.
-    """
-    line = clean(line)
+    """On a terminal, a line of the answer in lines between whose words it breaks; a program gets it whole."""
     if not sys.stdout.isatty():
         return line
     return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 9 if line[:1] == " " else "",
