@@ -1,18 +1,26 @@
 """A small server that speaks SGLang's wire format as it was recorded from 0.5.16, and routers of both protocols.
 
-Its tokens are a function of those before them, so an exact continuation can be told from any other.
+Its tokens are a function of those before them, so an exact continuation can be told from any other. As a program, with
+the flags of `sglang.launch_server`, it is a server of its own, which dies of a prompt that begins with DIES, is
+killed at one that begins with IS_KILLED, and does not start once where there is a file --fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import json
+import os
+import signal
+import traceback
+from pathlib import Path
 
 import numpy as np
 from aiohttp import web
 
 LAYERS, TOPK, VOCAB = 2, 2, 100
+DIES, IS_KILLED = 97, 96
 
 
 def next_token(ids: list[int]) -> int:
@@ -39,7 +47,7 @@ class Wire:
         self.loader = ["miles_weights.load"]
         self.alive, self.held, self.stuck, self.drawn = True, False, "", 0
 
-    async def __aenter__(self) -> Wire:
+    async def __aenter__(self, port: int = 0) -> Wire:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
@@ -48,7 +56,7 @@ class Wire:
             app.router.add_post(f"/{path}", self.control)
         for path in ("model_info", "server_info", "health"):
             app.router.add_get(f"/{path}", self.info)
-        self.url, self._runner = await serve(app)
+        self.url, self._runner = await serve(app, port)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -145,6 +153,21 @@ class Wire:
                                   "tp_size": 1, "max_req_input_len": 195})
 
 
+class MortalWire(Wire):
+    """The same, which ends as SGLang's server does after an exception in its scheduler."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        first = (await request.json())["input_ids"][0]
+        if first == DIES:
+            try:
+                raise RuntimeError("no kernel for this prompt")
+            except RuntimeError:
+                print(f"Scheduler hit an exception: {traceback.format_exc()}\nSIGQUIT received.", flush=True)
+        if first in (DIES, IS_KILLED):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().generate(request)
+
+
 class WireRouter:
     """A router of one protocol: "new" has /workers, "old" has /add_worker, /remove_worker and /list_workers.
 
@@ -192,9 +215,25 @@ class WireRouter:
         return web.json_response({"status": "accepted"}, status=202)
 
 
-async def serve(app: web.Application) -> tuple[str, web.AppRunner]:
+async def serve(app: web.Application, port: int = 0) -> tuple[str, web.AppRunner]:
     """Its URL, and what ends it."""
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     return f"http://127.0.0.1:{runner.addresses[0][1]}", runner
+
+
+async def forever(port: int) -> None:
+    await MortalWire().__aenter__(port)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--port", type=int)
+    flags.add_argument("--fails", type=Path)
+    parsed = flags.parse_known_args()[0]
+    if parsed.fails is not None and parsed.fails.exists():
+        parsed.fails.unlink()
+        raise RuntimeError("the memory is not free yet")
+    asyncio.run(forever(parsed.port))

@@ -68,6 +68,43 @@ def test_a_server_that_dies_is_replaced_and_named_when_it_dies_too_often(make, m
 
     error = session(engine, weights(1), work)
     assert error.code == "server-died" and error.who == "engine 0" and "code 7" in error.got
+    lost = [fields for kind, fields in engine.events if kind == "engine_lost"]
+    assert len(lost) == 2 and all("RuntimeError: no kernel for this prompt" in each["why"] for each in lost)
+    assert {Path(each["log"]).name for each in lost} == {"engine-0.log"}
+
+
+def test_a_death_is_seen_by_the_request_that_fails(make, monkeypatch):
+    """Before it has spent its tries on a dead server."""
+    engine = make()
+
+    async def work():
+        monkeypatch.setattr("miles_vllm.servers.LOOK", 60.0)
+        await asyncio.sleep(0.6)  # the watch has begun its wait
+        call = asyncio.ensure_future(engine.generate(ask(DIES)))
+        async with asyncio.timeout(20):
+            while not any(kind == "engine_lost" for kind, _ in engine.events):
+                await asyncio.sleep(0.05)
+        call.cancel()
+
+    session(engine, weights(1), work)
+
+
+def test_a_start_anew_that_fails_is_one_of_those_that_are_allowed(make, tmp_path):
+    """What died may hold its memory for a while."""
+    engine = make(args=[f"fails-once={tmp_path / 'fails'}"])
+
+    async def work():
+        (tmp_path / "fails").touch()
+        call = asyncio.ensure_future(engine.generate(ask(DIES)))
+        async with asyncio.timeout(60):
+            while not any(kind == "engine_restarted" for kind, _ in engine.events):
+                await asyncio.sleep(0.05)
+        call.cancel()
+
+    session(engine, weights(1), work)
+    [restarted] = [fields for kind, fields in engine.events if kind == "engine_restarted"]
+    lost = [fields["why"] for kind, fields in engine.events if kind == "engine_lost"]
+    assert restarted["restarts"] == 2 and "RuntimeError: the memory is not free yet" in lost[1]
 
 
 def test_a_request_that_is_never_answered_can_be_given_up(make):

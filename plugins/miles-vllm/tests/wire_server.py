@@ -19,6 +19,7 @@ NONSENSE, DIES, SILENT, NO_VERSIONS, REFUSES, HTML = 90, 91, 92, 93, 94, 95
 
 
 async def dies() -> web.Response:
+    print("(EngineCore pid=7) ERROR [core.py:700] RuntimeError: no kernel for this prompt", flush=True)
     os._exit(7)
 
 
@@ -122,7 +123,11 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--refuse-weights", action="store_true")
     parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--fails-once", type=Path, help="where this file is, which is removed")
     arguments, _ = parser.parse_known_args()
+    if arguments.fails_once is not None and arguments.fails_once.exists():
+        arguments.fails_once.unlink()
+        raise RuntimeError("the memory is not free yet")
     if arguments.fail:
         raise ModuleNotFoundError("No module named 'vllm'")
     wire, app = Wire(arguments.refuse_weights), web.Application()

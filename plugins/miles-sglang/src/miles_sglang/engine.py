@@ -310,12 +310,14 @@ class SglangEngine:
             return
         inflight.failures += 1
         if inflight.failures > RETRIES:
+            got = str(why) if self._pool.loss is None else f"{why}; {self._pool.loss}"
             raise EngineError(f"request {inflight.request.id} failed {inflight.failures} times",
-                              code="request-retries-exhausted", got=str(why),
+                              code="request-retries-exhausted", got=got,
                               fix="look at the logs of the engines and the router") from why
         number, attempt, reason = inflight.request.id, inflight.failures, str(why)[:300]
         self.event("request_failed", request=number, attempt=attempt, why=reason, level="detail",
                    text=f"request {number}, attempt {attempt}: {reason}")
+        self._pool.doubt()
         # A server may still draw for a call that was cut off.
         self._background.spawn(self._pool.abort([inflight.rid]))
         with suppress(TimeoutError):

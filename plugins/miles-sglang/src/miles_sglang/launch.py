@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +21,10 @@ from miles_sglang.awake import awake
 from miles_sglang.background import together
 from miles_sglang.client import Client
 from miles_sglang.plugin import sglang_options
-from miles_sglang.server import ended
+from miles_sglang.server import ended, raised
 
+TAIL = 5000
+"""Lines of a log in which an exception is looked for: stacks of the processes that outlived it follow it."""
 PORT_TRIES = 2
 """A free port may be taken before the server has it."""
 
@@ -38,6 +41,7 @@ class Server:
         version: of the weights that it is known to serve; 0 at a start.
         alive: it answers, as far as is known.
         fault: why it counts as dead, until it is revived.
+        announced: that it does has been told.
         load: its requests in flight.
         info: what it said about itself when it came up.
         seen, next_look: when it last answered a health check, and when the next is due, by `awake`.
@@ -52,6 +56,7 @@ class Server:
     version: int = 0
     alive: bool = False
     fault: str | None = None
+    announced: bool = False
     restarts: int = 0
     load: int = 0
     info: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +71,7 @@ class Server:
 
     def answers(self) -> None:
         """It has come up, with unknown weights."""
-        self.alive, self.fault, self.version, self.seen = True, None, 0, awake()
+        self.alive, self.fault, self.announced, self.version, self.seen = True, None, False, 0, awake()
 
 
 async def launch(server: Server, config: RunConfig) -> None:
@@ -141,9 +146,14 @@ async def end(server: Server) -> None:
     await server.client.reset()
 
 
-def log_of(config: RunConfig, server: Server) -> Path:
-    """The log of the node that answers."""
-    return _log(config, server.seats[0])
+async def traced(server: Server, config: RunConfig) -> tuple[str | None, Path | None]:
+    """The last exception since its start, and the log that has it; without one the log of the node that answers. A
+    server that the run did not start has neither."""
+    for seat, handle in zip(server.seats, server.handles, strict=True):
+        with suppress(MilesError):  # a host that died
+            if (exception := raised(await handle.tail(TAIL))) is not None:
+                return exception, _log(config, seat)
+    return None, _log(config, server.seats[0]) if server.seats else None
 
 
 async def _ready(server: Server, config: RunConfig) -> None:

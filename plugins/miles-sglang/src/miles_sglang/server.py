@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -73,6 +73,7 @@ class ServerProcess:
         self.seat = seat
         self._process: subprocess.Popen | None = None
         self._log: Path | None = None
+        self._begin = 0  # of its last start, in the log
         self._children: dict[int, float] = {}  # id -> when it was made: ids are used again
 
     def where(self) -> NodeSlot:
@@ -106,6 +107,7 @@ class ServerProcess:
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "ab") as output:
+                self._begin = output.tell()
                 output.write(f"$ {' '.join(command)}\n".encode())
                 output.flush()
                 self._process = subprocess.Popen(
@@ -136,11 +138,11 @@ class ServerProcess:
         return sorted(self._see_children() & COMPILERS)
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log, of those since its last start."""
         if self._log is None or not self._log.is_file():
             return []
         with open(self._log, encoding="utf-8", errors="replace") as file:
-            file.seek(max(0, self._log.stat().st_size - 200 * 1024))
+            file.seek(max(self._begin, self._log.stat().st_size - 200 * 1024))
             return [line.rstrip() for line in deque(file, lines)]
 
     def stop(self) -> None:
@@ -187,6 +189,12 @@ class ServerProcess:
         return children
 
 
+def raised(lines: Iterable[str]) -> str | None:
+    """The last exception of a log; None where it has none. When a child raises, SGLang kills itself with a signal, and
+    its exit code says nothing."""
+    return next((line[:300] for line in reversed([*lines]) if re.match(r"[\w.]+(Error|Exception)\b", line)), None)
+
+
 def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: float | None = None) -> EngineError:
     """Why a server did not come up, from the last lines of its log.
 
@@ -201,9 +209,8 @@ def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: 
         if code < 0:
             fix = "a negative code is a signal; -9 is often a lack of memory on the machine"
     output = [line for line in lines if not line.startswith("$ ")]
-    raised = [line for line in output if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    if raised:  # SGLang kills itself with a signal when a child raises, so the code says nothing then
-        got, fix = raised[-1][:300], "see its log"
+    if (exception := raised(output)) is not None:
+        got, fix = exception, "see its log"
     for pattern, meaning, remedy in CAUSES:
         if matching := [line for line in output if re.search(pattern, line)]:
             what, got, fix = f"{what}: {meaning}", matching[-1].strip()[:300], remedy

@@ -16,7 +16,7 @@ from miles_sglang.awake import awake
 from miles_sglang.background import together
 from miles_sglang.client import Client
 from miles_sglang.health import Health
-from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of
+from miles_sglang.launch import Server, attach, compilers, end, exited, launch, traced
 from miles_sglang.plugin import sglang_options
 from miles_sglang.request_scheduler import Endpoint
 from miles_sglang.router import Router
@@ -38,6 +38,7 @@ class ServerPool:
     Attributes:
         version: of the weights that servers in use have.
         memory: servers hold all of theirs; without it none is started.
+        loss: of the server that was lost last, and why.
         recover: brings weights to servers that have others; called again while there are some.
         event: told what became of servers, by kind and fields.
         admit: called when there may be more room for requests.
@@ -49,10 +50,11 @@ class ServerPool:
         self.router: Router | None = None
         self.version = 0
         self.memory = True
+        self.loss: str | None = None
         self.recover: Callable[[], Awaitable] = _nothing
         self.event: Callable[..., None] = lambda kind, **fields: None
         self.admit: Callable[[], None] = lambda: None
-        self._serving, self._changed = False, 0.0
+        self._serving, self._changed, self._doubt = False, 0.0, asyncio.Event()
         self._recovering, self._routing = asyncio.Lock(), asyncio.Lock()
         self._health = Health()
 
@@ -106,7 +108,7 @@ class ServerPool:
             try:
                 await call(server)
             except MilesError as error:
-                self._lost(server, str(error))
+                await self._lost(server, str(error))
                 await end(server)
 
         chosen = self.servers if servers is None else servers
@@ -162,6 +164,10 @@ class ServerPool:
                     if self.router is not None:
                         await self.router.remove(server.url)
 
+    def doubt(self) -> None:
+        """A request has failed: servers and router are looked at now, for each try at a dead one would count."""
+        self._doubt.set()
+
     async def watch(self, server: Server) -> None:
         """Watch a server forever: restart it when it dies, and update it when its weights are stale.
 
@@ -169,9 +175,9 @@ class ServerPool:
             EngineError: it cannot be revived.
         """
         while True:
-            await asyncio.sleep(LOOK)
+            await self._next_look()
             if (why := await self._ill(server)) is not None:
-                self._lost(server, why)
+                await self._lost(server, why)
                 await self._revive(server)
             elif self.serving and self._stale(server):
                 async with self._recovering:
@@ -186,7 +192,7 @@ class ServerPool:
         """
         due = 0.0
         while True:
-            await asyncio.sleep(LOOK)
+            await self._next_look()
             now = awake()
             why = await self.router.ill(self._options.health_check_timeout if now >= due else None)
             if now >= due:
@@ -266,13 +272,22 @@ class ServerPool:
     def _stale(self, server: Server) -> bool:
         return server.alive and server.version != self.version
 
-    def _lost(self, server: Server, why: str) -> None:
-        if server.fault is None:
-            self.event("engine_lost", engine=server.name, why=why, text=f"{server.name} is lost: {why}")
-        server.alive, server.version, server.fault = False, 0, why
+    async def _next_look(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._doubt.wait(), LOOK)
+        self._doubt.clear()
+
+    async def _lost(self, server: Server, why: str) -> None:
+        server.alive, server.version, server.fault = False, 0, server.fault or why
+        exception, log = await traced(server, self._config)
+        if not server.announced:  # by its watch, or whom it failed
+            server.announced, server.fault = True, f"{why}, after {exception}" if exception else why
+            self.loss, where = f"{server.name} is lost: {server.fault}", f". Its log: {log}" if log else ""
+            self.event("engine_lost", engine=server.name, why=server.fault, log=log and str(log),
+                       text=f"{self.loss}{where}")
 
     async def _revive(self, server: Server) -> None:
-        why, most = server.fault, self._options.max_engine_restarts
+        most = self._options.max_engine_restarts
         if self.router is not None:
             with suppress(MilesError):  # a router that is gone gets no dead worker when it is back
                 await self.router.remove(server.url)
@@ -283,10 +298,18 @@ class ServerPool:
             await asyncio.sleep(LOOK)
         if server.handles:
             if server.restarts >= most:
-                raise EngineDiedError(f"it died after {most} restarts", code="server-died", got=why, who=server.name,
-                                      fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
+                _, log = await traced(server, self._config)
+                raise EngineDiedError(f"it died after {most} restarts", code="server-died", got=server.fault,
+                                      who=server.name, fix=f"look at {log}, or raise --max-engine-restarts")
             server.restarts += 1
-            await launch(server, self._config)
+            try:
+                await launch(server, self._config)
+            except EngineError as error:  # the memory of the one that died may not be free yet
+                if error.code != "server-start-failed" or server.restarts >= most:
+                    raise
+                server.fault, server.announced = None, False
+                await self._lost(server, error.what)
+                return  # its watch tries again
         while not server.alive:  # not started by us: whoever waits for an answer has a timeout of their own
             with suppress(EngineError):
                 await attach(server, self._config, self._options.health_check_timeout)
@@ -306,7 +329,7 @@ class ServerPool:
         except MilesError as error:
             await asyncio.sleep(LOOK)  # a connection ends before the process does
             if server.alive and (why := await exited(server)) is not None:
-                self._lost(server, why)
+                await self._lost(server, why)
             if not server.alive:
                 return False
             raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,

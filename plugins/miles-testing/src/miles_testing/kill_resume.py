@@ -152,7 +152,7 @@ def problems_ahead(run: Path, *, rollouts: int, max_lag: int, surplus: bool = Fa
     """
     broken = _whole(run, list(read(run / "events.jsonl")), rollouts, ends) + lost_or_doubled(run)
     batches = [load_batch(str(run / "debug/{rollout_id}.safetensors"), rollout) for rollout in range(rollouts)]
-    reported = [path.read_text().splitlines() for path in sorted(run.glob("samples/rollout_*.jsonl"))]
+    reported = [path.read_bytes().splitlines() for path in sorted(run.glob("samples/rollout_*.jsonl"))]
     for batch, lines in zip(batches, reported, strict=True):
         shown = [(line["prompt_uid"], line["index"], line["token_ids"], line["versions"])
                  for line in map(json.loads, lines)]
@@ -238,7 +238,7 @@ def export(run: Path) -> dict[str, str]:
 
 def trained(run: Path) -> list[list[int]]:
     """The prompts that each rollout was trained on."""
-    return [list(dict.fromkeys(json.loads(line)["prompt_uid"] for line in path.read_text().splitlines()))
+    return [list(dict.fromkeys(json.loads(line)["prompt_uid"] for line in path.read_bytes().splitlines()))
             for path in sorted(run.glob("samples/rollout_*.jsonl"))]
 
 

@@ -74,7 +74,7 @@ def toy_run(plugins: Sequence[str | Path] = (), *, steps: int = 2, options: Mapp
         raise AssertionError(f"the toy run ended with {outcome.code} after {outcome.seconds:.1f} s\n"
                              f"{outcome.out}\n{outcome.err}")
     written = folder / (prepare(path, list(flags)).config.checkpoint.run_dir or "run")  # the flags may name another
-    events = [json.loads(line) for line in (written / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [json.loads(line) for line in (written / "events.jsonl").read_bytes().splitlines()]
     return ToyRun([event["metrics"] for event in events if event["event"] == "metrics"], events, written,
                   outcome.out, outcome.seconds)
 

@@ -308,6 +308,7 @@ class VllmEngine:
         number, attempt, reason = call.request.id, call.failures, str(why)[:300]
         self.event("request_failed", request=number, attempt=attempt, why=reason, level="detail",
                    text=f"request {number}, attempt {attempt}: {reason}")
+        self._pool.doubt()
         with suppress(TimeoutError):
             await asyncio.wait_for(call.stop.wait(), min(LONGEST_DELAY, 0.1 * 2 ** (call.failures - 1)))
 

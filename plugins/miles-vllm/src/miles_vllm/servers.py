@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from miles_vllm.checks import logprobs_mode
 from miles_vllm.client import Client
 from miles_vllm.plugin import VllmOptions
 
+TAIL = 200
+"""Lines of a log that are read for why its server ended."""
 LOOK = 0.5
 """Seconds between looks at exit codes."""
 HOST_TIMEOUT = 60.0
@@ -84,7 +87,7 @@ class Servers:
         self.recover: Callable[[], Awaitable[None]] = _nothing
         self.event: Callable[..., None] = lambda kind, **fields: None
         self.changed: Callable[[], None] = lambda: None
-        self._recovering = asyncio.Lock()
+        self._recovering, self._doubt = asyncio.Lock(), asyncio.Event()
 
     async def open(self) -> None:
         """Start every server, all at the same time.
@@ -173,7 +176,7 @@ class Servers:
         while True:
             code = await server.handle.exit_code()
             if code is not None or time.monotonic() > until:
-                lines = await server.handle.tail(200)
+                lines = await server.handle.tail(TAIL)
                 await self.end(server)
                 raise ended(server.name, code, lines, self.log(server), self._options.start_timeout)
             try:
@@ -195,13 +198,22 @@ class Servers:
             code = await server.handle.exit_code()
         except DiedError as error:
             return f"its host died: {error.got or error.what}"
-        return None if code is None else f"its process ended with code {code}"
+        if code is None:
+            return None
+        exception = raised(await server.handle.tail(TAIL))
+        return f"its process ended with code {code}{f', after {exception}' if exception else ''}"
 
     def lost(self, server: Server, why: str) -> None:
         """It counts as dead from now on."""
         if server.fault is None:
-            self.event("engine_lost", engine=server.name, why=why, text=f"{server.name} is lost: {why}")
+            log = self.log(server)
+            self.event("engine_lost", engine=server.name, why=why, log=str(log),
+                       text=f"{server.name} is lost: {why}. Its log: {log}")
         server.alive, server.version, server.fault = False, 0, why
+
+    def doubt(self) -> None:
+        """A request has failed: servers are looked at now, for each try at a dead one would count."""
+        self._doubt.set()
 
     async def watch(self, server: Server) -> None:
         """Watch a server forever: restart it when it dies, and update it when its weights are stale.
@@ -210,7 +222,9 @@ class Servers:
             EngineError: it cannot be revived.
         """
         while True:
-            await asyncio.sleep(LOOK)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._doubt.wait(), LOOK)
+            self._doubt.clear()
             if (why := server.fault or await self._ill(server)) is not None:
                 self.lost(server, why)
                 await self._revive(server)
@@ -274,7 +288,14 @@ class Servers:
             raise EngineDiedError(f"it died after {most} restarts", code="server-died", got=why, who=server.name,
                                   fix=f"look at {self.log(server)}, or raise vllm.max_restarts")
         server.restarts += 1
-        await self.launch(server)
+        try:
+            await self.launch(server)
+        except EngineError as error:  # the memory of the one that died may not be free yet
+            if error.code != "vllm-server-start-failed" or server.restarts >= most:
+                raise
+            server.fault = None
+            self.lost(server, f"{error.what} (got {error.got})")
+            return  # its watch tries again
         self.event("engine_restarted", engine=server.name, restarts=server.restarts,
                    text=f"{server.name} serves again, restart {server.restarts}")
         self.changed()
@@ -306,6 +327,12 @@ def environment(seat: NodeSlot) -> dict[str, str]:
     return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))} if seat.gpus else {})
 
 
+def raised(lines: Sequence[str]) -> str | None:
+    """The last exception of a log; None where there is none."""
+    errors = [line for line in lines if re.search(r"(Error|Exception|error): ", line)]
+    return errors[-1].strip()[:300] if errors else None
+
+
 def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: float) -> EngineError:
     """Why a server did not come up, from the last lines of its log.
 
@@ -315,8 +342,7 @@ def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: 
     what, got = f"it did not answer within {seconds:g} s", None
     fix = "raise vllm.start_timeout, or check what delays it"
     if code is not None:
-        raised = [line for line in lines if re.search(r"(Error|Exception|error): ", line)]
-        what, got = "it ended while it started", raised[-1].strip()[:300] if raised else f"exit code {code}"
+        what, got = "it ended while it started", raised(lines) or f"exit code {code}"
         fix = "see its log"
         if any(re.search(r"No module named '?vllm", line) for line in lines):
             what, fix = "vLLM is not installed in that Python", "name the Python that has it with --vllm-python"
