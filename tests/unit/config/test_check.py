@@ -145,6 +145,15 @@ def test_bounds_of_a_correction_are_read_once_it_is_on(plan, switch):
     assert not [note for note in notes if "nothing that is enabled reads" in note]
 
 
+@pytest.mark.parametrize("flags", [
+    ["--async-max-concurrent-samples", 8],
+    ["--max-restarts", 1],  # from the start of the run
+    ["--plugin", "partial-rollout", "--over-sampling-batch-size", 16, "--batch-order", "window",
+     "--max-weight-staleness", 1, "--async-unused-samples-handler", "retry"]])
+def test_what_acts_without_a_lag_or_a_checkpoint_has_a_reader(plan, flags):
+    assert not [note for note in plan(*flags).notes if "nothing that is enabled reads" in note]
+
+
 def test_what_is_turned_off_has_no_reader_and_needs_none(plan):
     off = ("--save", "none", "--save-interval", "none", "--save-hf", "none", "--no-async-save", "--eval-interval",
            "none")
