@@ -180,7 +180,7 @@ def caller(call: Callable, one: Selected, hook: str, spec: Callable, function: C
                 f"  finally:\n   __tally[1] += (__clock() - __begin)")
         body += "\n" if not plain else f" * (1 if __n <= {ALL} else {EACH})\n"
     source = (f"{wait[0]}def {hook}({', '.join(taken)}):\n try:\n  {body}"
-              " except (Exception, SystemExit) as error:\n  __blame(error)\n  raise\n")
+              " except (Exception, SystemExit) as error:\n  raise __blame(error)\n")
     names = {"__call": call, "__blame": _blamer(one, hook, function), "__tally": tally, "__clock": time.perf_counter}
     exec(compile(source, f"<hook {hook} of plugin {one.manifest.name}>", "exec"), names)
     made: types.FunctionType = names[hook]
@@ -203,11 +203,15 @@ def apart(proceed: Callable, tally: list | None) -> Callable:
     return others
 
 
-def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseException], None]:
+def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseException], BaseException]:
     note = f"in plugin {one.manifest.name} {one.version}, {definition(function)} ({one.source}), hook {hook}"
 
-    def blame(error: BaseException) -> None:
+    def blame(error: BaseException) -> BaseException:
+        if isinstance(error, SystemExit):  # the driver's loop would end by it, and the run pass for interrupted
+            cause, error = error, RuntimeError(f"SystemExit: {error}")
+            error.__cause__ = cause
         if not (one.ours and isinstance(error, MilesError) or note in getattr(error, "__notes__", ())):  # it says more
             error.add_note(note)
+        return error
 
     return blame

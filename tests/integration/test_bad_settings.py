@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from miles_core.record.events import read
+
 
 @pytest.mark.parametrize(("flags", "words"), [
     (["--num-steps-per-rollout", "3"], "4 x 4 = 16 ... num_steps_per_rollout 3 ... [rollout-not-divisible]"),
@@ -130,7 +132,7 @@ def test_plugin_without_a_hook(place):
 @pytest.mark.parametrize(("body", "words"), [
     ("1 / 0", "plugin bad ... (file), hook filter_group: ZeroDivisionError: division by zero"),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        ("exit(3)", "plugin bad ... (file), hook filter_group: SystemExit: 3"),
+        ("exit(3)", "plugin bad ... (file), hook filter_group: RuntimeError: SystemExit: 3"),
         ("raise StopIteration", "StopIteration"),
         ("if group: return",
          "plugin bad ... filter_group ... a Group ... (got NoneType) ... [filter-returned-other-type]"),
@@ -141,6 +143,8 @@ def test_plugin_that_fails_in_the_run(place, body, words):
     """The terminal gets plugin, version and hook; the traceback, with the plugin's own line, is in the run's logs."""
     source = FILTER.format(top="", init="pass", argument="group", body=body)
     place.refuses(1, words, *place.plugin(source))
+    ends = [event["status"] for event in read(place.path / "runs/a/events.jsonl") if event["event"] == "run_end"]
+    assert "failed" in ends and "interrupted" not in ends
     if "return" not in body:
         assert "bad.py" in (place.path / "runs/a/logs/traceback.txt").read_text()
 
