@@ -86,6 +86,7 @@ class Console:
         self._title, self._stage = "run", "starting"
         self._done, self._total = 0, 0
         self._over = False
+        self._began = self._stage_began = time.monotonic()
         self._ends: deque[float] = deque(maxlen=21)
         self._history: deque[float] = deque(maxlen=400)
         self._latest: dict[str, float] = {}
