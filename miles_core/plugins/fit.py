@@ -208,8 +208,7 @@ def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseExcep
 
     def blame(error: BaseException) -> BaseException:
         if isinstance(error, SystemExit):  # the driver's loop would end by it, and the run pass for interrupted
-            cause, error = error, RuntimeError(f"SystemExit: {error}")
-            error.__cause__ = cause
+            error = RuntimeError(f"SystemExit: {error}")
         if not (one.ours and isinstance(error, MilesError) or note in getattr(error, "__notes__", ())):  # it says more
             error.add_note(note)
         return error

@@ -36,6 +36,15 @@ def over(config, work, engines=1, **options):
     return asyncio.run(story()), events
 
 
+async def dies(engine, request, restarts):
+    """Ask the first server for what ends it, until it has been started anew so often."""
+    dying = asyncio.ensure_future(engine.generate(request))
+    while engine.servers[0].restarts < restarts:
+        await asyncio.sleep(0.02)
+    dying.cancel()
+    await asyncio.wait([dying])
+
+
 def test_a_server_that_dies_of_a_request_says_of_what_and_is_started_as_often_as_is_said(config, ask, monkeypatch):
     """Its death is seen by the request that fails, before that has spent its tries on a dead server."""
     monkeypatch.setattr("miles_sglang.server_pool.LOOK", 60.0)
@@ -58,11 +67,7 @@ def test_a_server_that_dies_of_a_request_says_of_what_and_is_started_as_often_as
 def test_an_exception_of_an_earlier_start_is_not_why_a_server_died(config, ask):
     async def work(engine):
         for restarts, kind in enumerate((wire.DIES, wire.IS_KILLED), 1):
-            dying = asyncio.ensure_future(engine.generate(ask("bad", 3, prompt=(kind, 5))))
-            while engine.servers[0].restarts < restarts:
-                await asyncio.sleep(0.02)
-            dying.cancel()
-            await asyncio.wait([dying])
+            await dies(engine, ask("bad", 3, prompt=(kind, 5)), restarts)
         check(await engine.generate(ask("good", 3)), 3)
 
     _, events = over(config, work)
@@ -74,11 +79,7 @@ def test_a_start_anew_that_fails_is_one_of_those_that_are_allowed(config, ask, t
     """What died may hold its memory for a while."""
     async def work(engine):
         (tmp_path / "fails").touch()
-        dying = asyncio.ensure_future(engine.generate(ask("bad", 3, prompt=(wire.IS_KILLED, 5))))
-        while engine.servers[0].restarts < 2:
-            await asyncio.sleep(0.02)
-        dying.cancel()
-        await asyncio.wait([dying])
+        await dies(engine, ask("bad", 3, prompt=(wire.IS_KILLED, 5)), 2)
         check(await engine.generate(ask("good", 3)), 3)
         return engine.servers[0].restarts
 

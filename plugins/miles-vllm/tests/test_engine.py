@@ -30,6 +30,13 @@ def ask(first: int = 1, tokens: int = 4, **sampling) -> Request:
     return Request(f"train-{first}", (first, 2, 3), SamplingParams(**{"max_new_tokens": tokens, **sampling}), key=1)
 
 
+async def until(engine, event, seconds=60):
+    """Wait until the engine has told an event of that kind."""
+    async with asyncio.timeout(seconds):
+        while not any(kind == event for kind, _ in engine.events):
+            await asyncio.sleep(0.05)
+
+
 def test_it_satisfies_the_contract_of_engines(make):
     engine_contract(make, weights, vocabulary=264)
 
@@ -60,8 +67,7 @@ def test_a_server_that_dies_is_replaced_and_named_when_it_dies_too_often(make, m
 
         engine.recover = recover
         call = asyncio.ensure_future(engine.generate(ask(DIES)))
-        while not any(kind == "engine_restarted" for kind, _ in engine.events):
-            await asyncio.sleep(0.05)
+        await until(engine, "engine_restarted")
         with pytest.raises(EngineDiedError) as died:  # sent again, it kills the next one
             await call
         return died.value
@@ -81,9 +87,7 @@ def test_a_death_is_seen_by_the_request_that_fails(make, monkeypatch):
         monkeypatch.setattr("miles_vllm.servers.LOOK", 60.0)
         await asyncio.sleep(0.6)  # the watch has begun its wait
         call = asyncio.ensure_future(engine.generate(ask(DIES)))
-        async with asyncio.timeout(20):
-            while not any(kind == "engine_lost" for kind, _ in engine.events):
-                await asyncio.sleep(0.05)
+        await until(engine, "engine_lost", 20)
         call.cancel()
 
     session(engine, weights(1), work)
@@ -96,9 +100,7 @@ def test_a_start_anew_that_fails_is_one_of_those_that_are_allowed(make, tmp_path
     async def work():
         (tmp_path / "fails").touch()
         call = asyncio.ensure_future(engine.generate(ask(DIES)))
-        async with asyncio.timeout(60):
-            while not any(kind == "engine_restarted" for kind, _ in engine.events):
-                await asyncio.sleep(0.05)
+        await until(engine, "engine_restarted")
         call.cancel()
 
     session(engine, weights(1), work)

@@ -84,13 +84,16 @@ def test_an_example_of_the_help_does_what_it_shows(call, monkeypatch, line):
     assert (code, err) == (0, "") and out
 
 
-def test_an_error_cannot_steer_the_terminal_and_has_colour_only_where_it_may(call, monkeypatch):
+@pytest.mark.parametrize("words", [("report", "{}"), ("run", *GOOD, "--plugin", "./{}.py", "--plan")],
+                         ids=["a run", "a plugin's file"])
+def test_an_error_cannot_steer_the_terminal_and_has_colour_only_where_it_may(call, monkeypatch, words):
     hostile = "a\x1b]0;title\x07\x1b[2J\u202eb"
     for no_color in ("", "1"):
         monkeypatch.setenv("NO_COLOR", no_color)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        code, _, err = call("report", hostile)
+        code, _, err = call(*(word.replace("{}", hostile) for word in words))
         assert code == 2 and err.startswith("Error: " if no_color else "\x1b[31m\x1b[1mError: \x1b[0m")
+        assert "]0;title" in err
         assert not {"\x1b", "\x07", "\u202e"} & set(err.rpartition("Error: ")[2].removeprefix("\x1b[0m"))
 
 
@@ -181,11 +184,6 @@ def test_what_cannot_run_is_refused_with_exit_code_2_and_a_fix(call, words, said
     assert (code, out) == (2, "")
     assert err.startswith("Error: ") and said in err and "Fix: " in err
     assert "Traceback" not in err
-
-
-def test_what_a_name_or_a_file_says_does_not_steer_the_terminal(call):
-    code, _, err = call("run", *GOOD, "--plugin", "./\x1b]0;title\x07.py", "--plan")
-    assert code == 2 and "]0;title" in err and not {"\x1b", "\x07"} & set(err)
 
 
 def test_a_run_file_that_is_not_there(call):
